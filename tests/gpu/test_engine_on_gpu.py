@@ -17,12 +17,6 @@ from tessera.errors import ConfigError
 from tessera.prompt.sampling import SamplingParameters
 from tessera.settings.stages import EngineConfig
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
-
-
 KV_BYTES_A_TOKEN = 2 * 4 * 1 * 64 * 4  # the default checkpoint's, in float32
 
 
@@ -68,22 +62,16 @@ def test_same_tokens(way, requests, expected):
     assert (counted["graph_steps"] > 0) == (WAYS[way].get("graph_batch_size", 1) > 0)
 
 
-PENALTIES = dict(repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1, no_repeat_ngram_size=3)
-
-
-def test_same_tokens_under_penalties(requests):
+@pytest.mark.parametrize(
+    "asked",
+    [
+        dict(repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1, no_repeat_ngram_size=3),
+        dict(logit_bias=tuple((token, float(token % 5 - 2)) for token in range(200)), stop_token_ids=(7, 11)),
+    ],
+    ids=["penalties", "biases and tokens that end"],
+)
+def test_same_tokens_under_penalties(requests, asked):
     """Every third request asks for none; the rest go in graphs that end before the choice."""
-    asking = [
-        replace(request, sampling=replace(request.sampling, **PENALTIES)) if number % 3 else request
-        for number, request in enumerate(requests)
-    ]
-    plain = answers(asking, device="cpu", attention="torch", prefix_cache="off")[0]
-    found, counted = answers(asking)
-    assert found == plain and counted["graph_steps"] > 0
-
-
-def test_same_tokens_with_biases_and_tokens_that_end(requests):
-    asked = dict(logit_bias=tuple((token, float(token % 5 - 2)) for token in range(200)), stop_token_ids=(7, 11))
     asking = [
         replace(request, sampling=replace(request.sampling, **asked)) if number % 3 else request
         for number, request in enumerate(requests)

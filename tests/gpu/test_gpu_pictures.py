@@ -25,11 +25,6 @@ CHECKPOINT = Path(__file__).parents[2] / "build" / "default_model" / "checkpoint
 SIDE = 448
 CAPACITY = 2 << 30
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
-
 
 def page(width: int, height: int, **options: Any) -> bytes:
     """A JPEG of coloured letters on a colour field."""

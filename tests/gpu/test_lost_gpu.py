@@ -10,11 +10,6 @@ import torch
 
 from tessera.errors import lost_device
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
-
 FAULT = """
 import torch
 from tessera.errors import end_process_if_lost

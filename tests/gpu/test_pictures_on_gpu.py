@@ -14,11 +14,6 @@ from tessera.settings.stages import VisionSettings
 from tessera.vision.runner import make_runner
 from tessera.vision.torch_runner import TorchRunner
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
-
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MIXES = {"equal": [1024] * 3, "large": [5476], "mixed": [4, 1000, 4, 64, 333, 130, 2500]}
 GRIDS = [(40, 40), (2, 2), (18, 26), (38, 22), (2, 30)]

@@ -11,11 +11,6 @@ from tessera.settings.stages import EngineConfig, VisionSettings
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.pictures import VisionItem
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
-
 
 @pytest.fixture(scope="module")
 def on_cpu() -> Ours:

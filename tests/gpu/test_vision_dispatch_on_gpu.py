@@ -19,11 +19,6 @@ from tessera.vision.pictures import VisionItem, joined
 from tessera.vision.runner import weight_bytes
 from tessera.vision.scheduler import VisionScheduler
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
-
 SIDE = 448
 
 

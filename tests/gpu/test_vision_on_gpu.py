@@ -14,11 +14,6 @@ from tessera.settings.stages import VisionSettings
 from tessera.vision.runner import load_runner
 from tessera.vision.torch_runner import GraphRunner, TorchRunner, bucket_sizes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
-
 LARGEST = 16
 ROUNDING = 1 << 20  # the allocator's, at most, for one tensor
 LEAST_COSINE = {"float32": 0.99999, "bfloat16": 0.999}

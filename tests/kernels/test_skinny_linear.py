@@ -32,37 +32,95 @@ def operands(half, device, generator, m, n, k):
     return x, torch.randn((n, k), dtype=half, device=device, generator=generator) / k**0.5
 
 
+def fp8_operands(device, generator, m, n, k):
+    """Rows of x and channels of a weight, of very different magnitudes, whose products are of the order of 1."""
+    x = torch.randn((m, k), device=device, generator=generator) * torch.logspace(-1, 1, m, device=device)[:, None]
+    weight = torch.randn((n, k), device=device, generator=generator) / k**0.5
+    return quantize_rows(x), *quantize_weight(weight * torch.logspace(-1, 1, n, device=device)[:, None])
+
+
+class Halves:
+    """A product of 16 bits."""
+
+    unit = 64  # of k
+
+    def __init__(self, half, device, generator, m, n, k):
+        self.x, self.weight = operands(half, device, generator, m, n, k)
+
+    def run(self, bias, plan=None, rows=slice(None)):
+        return finished(skinny_unfinished(self.x[rows], self.weight, bias, plan))
+
+    def expected(self, bias):
+        product = self.x.float() @ self.weight.float().T
+        return product if bias is None else product + bias.float()
+
+    def spoil(self):
+        self.x[1:] = float("nan")
+
+
+class E4m3:
+    """A product of FP8 rows."""
+
+    unit = 128
+
+    def __init__(self, half, device, generator, m, n, k):
+        self.half, (self.x, *self.weight) = half, fp8_operands(device, generator, m, n, k)
+
+    def run(self, bias, plan=None, rows=slice(None)):
+        return skinny_fp8(Fp8Rows(*(each[rows] for each in self.x)), *self.weight, bias, self.half, plan)
+
+    def expected(self, bias):
+        return reference.skinny_fp8(self.x, *self.weight, bias, self.half)
+
+    def spoil(self):
+        self.x.scales[1:] = float("nan")
+
+
+KINDS = pytest.mark.parametrize("kind", [Halves, E4m3])
+
+
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     step = torch.finfo(actual.dtype).eps
     torch.testing.assert_close(actual.float(), expected.float(), rtol=2 * step, atol=2 * step)
 
 
-def skinny_linear(*given, **options) -> torch.Tensor:
-    return finished(skinny_unfinished(*given, **options))
-
-
-def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The product in float32, whose order of sums does not show after rounding."""
-    return x.float() @ weight.float().T
-
-
-@pytest.mark.parametrize("m", [1, 5, 16, 17, 33, 64])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_linear(half, device, generator, m, has_bias):
-    x, weight = operands(half, device, generator, m, 96, 256)
+@pytest.mark.parametrize(
+    ("kind", "m"),
+    [*((Halves, m) for m in (1, 5, 16, 17, 33, 64)), *((E4m3, m) for m in (1, 5, 16, 17, 33, 64, 65, 97, 200, 256))],
+)
+def test_linear(half, device, generator, kind, m, has_bias):
+    product = kind(half, device, generator, m, 96, 256)
     bias = torch.randn(96, dtype=half, device=device, generator=generator) if has_bias else None
-    close(skinny_linear(x, weight, bias), torch.nn.functional.linear(x, weight, bias))
+    out = product.run(bias)
+    assert out.dtype == half
+    close(out, product.expected(bias))
 
 
+@KINDS
 @pytest.mark.parametrize("splits", [1, 2, 3, 5])
 @pytest.mark.parametrize(("block_n", "n"), [(16, 40), (64, 64), (128, 130)])
-def test_linear_with_splits_and_odd_columns(half, device, generator, splits, block_n, n):
+def test_linear_with_splits_and_odd_columns(half, device, generator, kind, splits, block_n, n):
     # Five steps of k: they divide evenly among 1 and 5 splits only.
-    x, weight = operands(half, device, generator, 3, n, 320)
+    product = kind(half, device, generator, 3, n, 5 * kind.unit)
     bias = torch.randn(n, dtype=half, device=device, generator=generator)
-    out = skinny_linear(x, weight, bias, plan=SkinnyPlan(block_n, 64, splits))
-    assert out.dtype == half
-    close(out, exact(x, weight) + bias.float())
+    close(product.run(bias, SkinnyPlan(block_n, kind.unit, splits)), product.expected(bias))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 4])
+@pytest.mark.parametrize(("m", "block_m"), [(65, 32), (97, 64), (200, 128), (255, 128), (255, 256)])
+def test_linear_in_blocks_of_rows(half, device, generator, splits, m, block_m):
+    rows, weight, scales = fp8_operands(device, generator, m, 72, 640)
+    bias = torch.randn(72, dtype=half, device=device, generator=generator)
+    plan = SkinnyPlan(64, 128, splits, block_m=block_m)
+    actual, expected = (
+        product(rows, weight, scales, bias, half, *given).float() - bias
+        for product, given in ((skinny_fp8, [plan]), (reference.skinny_fp8, []))
+    )
+    # A split's sums are rounded to half before they are added, each of the order of row's and column's magnitude.
+    size = torch.logspace(-1, 1, m, device=device)[:, None] * torch.logspace(-1, 1, 72, device=device) + bias.abs()
+    step = torch.finfo(half).eps
+    torch.testing.assert_close(actual / size, expected / size, rtol=2 * step, atol=2 * step)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -77,18 +135,18 @@ def test_what_a_split_leaves_becomes_the_same_product(half, device, generator, h
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_linear_gives_the_same_bits_again(half, device, generator, splits):
-    x, weight = operands(half, device, generator, 7, 64, 512)
-    first, *others = [skinny_linear(x, weight, plan=SkinnyPlan(32, 64, splits)) for _ in range(4)]
+    product = Halves(half, device, generator, 7, 64, 512)
+    first, *others = [product.run(None, SkinnyPlan(32, 64, splits)) for _ in range(4)]
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_a_row_does_not_depend_on_its_neighbours(half, device, generator):
-    x, weight = operands(half, device, generator, 16, 64, 256)
-    plan = SkinnyPlan(32, 64, 2)
-    whole = skinny_linear(x, weight, plan=plan)
-    x[1:] = float("nan")
-    assert torch.equal(skinny_linear(x, weight, plan=plan)[0], whole[0])
-    assert torch.equal(skinny_linear(x[:1], weight, plan=plan)[0], whole[0])
+@KINDS
+def test_a_row_does_not_depend_on_its_neighbours(half, device, generator, kind):
+    product, plan = kind(half, device, generator, 16, 64, 256), SkinnyPlan(32, kind.unit, 2)
+    whole = product.run(None, plan)
+    product.spoil()
+    for rows in (slice(None), slice(1)):
+        assert torch.equal(product.run(None, plan, rows)[0], whole[0])
 
 
 @pytest.mark.parametrize("m", [1, 16, 20, 64])
@@ -117,19 +175,35 @@ def test_gate_up_of_a_given_plan(half, device, generator, plan):
     ],
 )
 def test_refuses_operands(x, weight, message):
-    for product in (skinny_linear, skinny_gate_up):
+    for product in (skinny_unfinished, skinny_gate_up):
         with pytest.raises(ValueError, match=message):
             product(x, weight)
 
 
-def test_refuses_plans():
-    x, weight = torch.ones(2, 192).half(), torch.ones(8, 192).half()
-    with pytest.raises(ValueError, match="does not fit k = 192"):
-        skinny_linear(x, weight, plan=SkinnyPlan(16, 128))
-    with pytest.raises(ValueError, match="does not fit k = 192"):
-        skinny_linear(x, weight, plan=SkinnyPlan(16, 64, splits=4))
+@KINDS
+def test_refuses_plans(half, device, generator, kind):
+    product = kind(half, device, generator, 2, 8, 3 * kind.unit)
+    for plan in (SkinnyPlan(16, 2 * kind.unit), SkinnyPlan(16, kind.unit, splits=4)):
+        with pytest.raises(ValueError, match=f"does not fit k = {3 * kind.unit}"):
+            product.run(None, plan)
     with pytest.raises(ValueError, match="splits"):
-        skinny_gate_up(x, weight, plan=SkinnyPlan(16, 64, splits=2))
+        skinny_gate_up(*operands(half, device, generator, 2, 8, 192), plan=SkinnyPlan(16, 64, splits=2))
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "dtype", "message"),
+    [
+        (257, 128, None, "1..256"),
+        (0, 128, None, "1..256"),
+        (2, 192, None, "multiple of 128"),
+        (2, 128, torch.float16, "float8_e4m3fn"),
+    ],
+)
+def test_fp8_refuses(device, generator, m, k, dtype, message):
+    rows, weight, scales = fp8_operands(device, generator, max(m, 1), 16, k)
+    rows = Fp8Rows(rows.values[:m], rows.scales[:m])
+    with pytest.raises(ValueError, match=message):
+        skinny_fp8(rows, weight.to(dtype or weight.dtype), scales, None, torch.float16)
 
 
 @pytest.mark.parametrize("m", [1, 16, 17, 32, 33, 64])
@@ -154,80 +228,6 @@ def test_plans_fill_an_h200(m, n, k):
     programs = -(-n // plan.block_n) * plan.splits
     assert programs >= 0.8 * 132
     assert plan.splits == 1 or programs <= 2 * 132
-
-
-def fp8_operands(device, generator, m, n, k):
-    """Rows of x and channels of a weight, of very different magnitudes, whose products are of the order of 1."""
-    x = torch.randn((m, k), device=device, generator=generator) * torch.logspace(-1, 1, m, device=device)[:, None]
-    weight = torch.randn((n, k), device=device, generator=generator) / k**0.5
-    return quantize_rows(x), *quantize_weight(weight * torch.logspace(-1, 1, n, device=device)[:, None])
-
-
-@pytest.mark.parametrize("m", [1, 5, 16, 17, 33, 64, 65, 97, 200, 256])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_fp8_linear(half, device, generator, m, has_bias):
-    rows, weight, scales = fp8_operands(device, generator, m, 96, 256)
-    bias = torch.randn(96, dtype=half, device=device, generator=generator) if has_bias else None
-    out = skinny_fp8(rows, weight, scales, bias, half)
-    assert out.dtype == half
-    close(out, reference.skinny_fp8(rows, weight, scales, bias, half))
-
-
-@pytest.mark.parametrize("splits", [1, 2, 3, 5])
-@pytest.mark.parametrize(("block_n", "n"), [(16, 40), (64, 64), (128, 130)])
-def test_fp8_linear_with_splits_and_odd_columns(half, device, generator, splits, block_n, n):
-    rows, weight, scales = fp8_operands(device, generator, 3, n, 640)
-    bias = torch.randn(n, dtype=half, device=device, generator=generator)
-    plan = SkinnyPlan(block_n, 128, splits)
-    close(skinny_fp8(rows, weight, scales, bias, half, plan), reference.skinny_fp8(rows, weight, scales, bias, half))
-
-
-@pytest.mark.parametrize("splits", [1, 2, 3, 4])
-@pytest.mark.parametrize(("m", "block_m"), [(65, 32), (97, 64), (200, 128), (255, 128), (255, 256)])
-def test_linear_in_blocks_of_rows(half, device, generator, splits, m, block_m):
-    rows, weight, scales = fp8_operands(device, generator, m, 72, 640)
-    bias = torch.randn(72, dtype=half, device=device, generator=generator)
-    plan = SkinnyPlan(64, 128, splits, block_m=block_m)
-    actual, expected = (
-        product(rows, weight, scales, bias, half, *given).float() - bias
-        for product, given in ((skinny_fp8, [plan]), (reference.skinny_fp8, []))
-    )
-    # A split's sums are rounded to half before they are added, each of the order of row's and column's magnitude.
-    size = torch.logspace(-1, 1, m, device=device)[:, None] * torch.logspace(-1, 1, 72, device=device) + bias.abs()
-    step = torch.finfo(half).eps
-    torch.testing.assert_close(actual / size, expected / size, rtol=2 * step, atol=2 * step)
-
-
-def test_fp8_a_row_does_not_depend_on_its_neighbours(half, device, generator):
-    rows, weight, scales = fp8_operands(device, generator, 16, 64, 256)
-    plan = SkinnyPlan(32, 128, 2)
-    whole = skinny_fp8(rows, weight, scales, None, half, plan)
-    rows.scales[1:] = float("nan")
-    assert torch.equal(skinny_fp8(rows, weight, scales, None, half, plan)[0], whole[0])
-    one = Fp8Rows(rows.values[:1], rows.scales[:1])
-    assert torch.equal(skinny_fp8(one, weight, scales, None, half, plan)[0], whole[0])
-
-
-@pytest.mark.parametrize(
-    ("m", "k", "dtype", "message"),
-    [
-        (257, 128, None, "1..256"),
-        (0, 128, None, "1..256"),
-        (2, 192, None, "multiple of 128"),
-        (2, 128, torch.float16, "float8_e4m3fn"),
-    ],
-)
-def test_fp8_refuses(device, generator, m, k, dtype, message):
-    rows, weight, scales = fp8_operands(device, generator, max(m, 1), 16, k)
-    rows = Fp8Rows(rows.values[:m], rows.scales[:m])
-    with pytest.raises(ValueError, match=message):
-        skinny_fp8(rows, weight.to(dtype or weight.dtype), scales, None, torch.float16)
-
-
-def test_refuses_a_plan_that_does_not_fit(device, generator):
-    rows, weight, scales = fp8_operands(device, generator, 2, 16, 384)
-    with pytest.raises(ValueError, match="does not fit"):
-        skinny_fp8(rows, weight, scales, None, torch.float16, SkinnyPlan(16, 256))
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES[:4])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from measured_fakes import Choices
 
 from tessera.kernels import reference
 from tessera.kernels.fp8_rows import Fp8Rows
@@ -21,19 +21,9 @@ pytest.importorskip("triton", reason="tuning measures triton's kernels")
 SIZE, K, STEP = 16, 64, 8192
 
 
-class Choices:
-    """Stands for MeasuredChoices: runs all ways, and ours wins with the given numbers of rows."""
-
-    def __init__(self, *won: int) -> None:
-        self.won, self.asked = won, []
-
-    def fastest(self, question, ways, margin=0.0):
-        for way in ways.values():
-            way()
-        library, *_, ours = ways
-        rows = int(re.search(r", (\d+) rows, .*, 2 layers, here$", question)[1])
-        self.asked.append((rows, ours))
-        return ours if rows in self.won else library
+def choices_of(*won):
+    """Ours wins with the given numbers of rows."""
+    return Choices(lambda rows, ways: ways[-1] if rows in won else ways[0])
 
 
 @pytest.fixture
@@ -64,10 +54,12 @@ def tuned(choices, *, size=SIZE, k=K, bias=False, place="gate_up", dtype=torch.b
 
 @pytest.mark.parametrize("won", [(8192, 4096, 2048, 1024), (8192, 4096, 1024), (4096, 2048), ()])
 def test_each_number_of_rows_is_measured_and_holds_down_to_the_one_before(ran, won):
-    choices = Choices(32, 16, *won)
+    choices = choices_of(32, 16, *won)
     layers = tuned(choices)
     many = (1024, 2048, 4096, 8192)
-    assert choices.asked == [*((rows, FEW_ROWS) for rows in (16, 32, 64)), *((rows, FUSED) for rows in many)]
+    ours = dict.fromkeys((16, 32, 64), FEW_ROWS) | dict.fromkeys(many, FUSED)
+    assert choices.by_rows == {rows: [CUBLAS, way] for rows, way in ours.items()}
+    assert all(question.endswith(", 2 layers, here") for question in choices.asked)
     for layer in layers:
         ways = {rows: layer.scheme.way(layer, rows) for rows in (1, 32, 33, 64, 65, 512)}
         assert ways == {1: FEW_ROWS, 32: FEW_ROWS, 33: CUBLAS, 64: CUBLAS, 65: CUBLAS, 512: CUBLAS}
@@ -80,12 +72,12 @@ def test_each_number_of_rows_is_measured_and_holds_down_to_the_one_before(ran, w
 def test_products_are_measured_between_their_neighbours(monkeypatch, ran):
     normalised = []
     monkeypatch.setattr(RmsNorm, "forward", lambda norm, x, *others: (normalised.append(len(x)), (x, x))[1])
-    tuned(Choices())
+    tuned(choices_of())
     assert normalised.count(16) == 4 and ran.count("skinny_gate_up") == 6  # two layers: ours and the library's, by rows
 
 
 def test_it_runs_from_the_found_number_of_rows_on(ran):
-    layer = tuned(Choices(16, 8192, 4096))[1]
+    layer = tuned(choices_of(16, 8192, 4096))[1]
     ran.clear()
     for rows, kernels in {0: [], 16: ["skinny_gate_up"], 17: [], 2048: [], 2049: ["gate_up_silu"]}.items():
         x = torch.randn(rows, K).bfloat16()
@@ -111,7 +103,7 @@ def test_it_runs_from_the_found_number_of_rows_on(ran):
     ],
 )
 def test_it_is_measured_only_where_it_can_run(ran, layer, asked):
-    choices = Choices(8192, 4096, 2048, 1024)
+    choices = choices_of(8192, 4096, 2048, 1024)
     found = tuned(choices, **layer)
-    assert [rows for rows, way in choices.asked if way == FUSED] == asked
+    assert [rows for rows, ways in choices.by_rows.items() if FUSED in ways] == asked
     assert found[0].scheme.way(found[0], 5000) == (FUSED if asked else CUBLAS)

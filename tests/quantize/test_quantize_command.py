@@ -14,7 +14,8 @@ from tessera_quantize import cli
 
 
 @pytest.fixture
-def arguments(tmp_path):
+def arguments(tmp_path, monkeypatch):
+    monkeypatch.setattr("tessera_quantize.samples.MAX_TOKENS", 4)
     source = quantize_fakes.checkpoint(tmp_path, "native qwen2")
     pictures = quantize_fakes.labelled_folder(tmp_path / "pictures")
     numbers = ["--group-size", "32", "--calibration", "3", "--held-out", "2", "--device", "cpu"]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F
+from measured_fakes import Choices
 
 from tessera.errors import CheckpointError
 from tessera.kernels.fp8_rows import E4M3, Fp8Rows, Fp8Sums, quantize_rows, quantize_weight
@@ -131,37 +132,24 @@ def test_blocks_are_multiplied_dequantized(units):
     assert torch.equal(layer.weight[:48], stored["gate.weight"].float() / 2)
 
 
-class Measured:
-    """Stands for MeasuredChoices: says which is the fastest, and runs all of them."""
-
-    def __init__(self) -> None:
-        self.questions: dict[str, list[str]] = {}
-
-    def fastest(self, question, ways, margin):
-        for way in ways.values():
-            way()
-        self.questions[question] = list(ways)
-        return list(ways)[-1]
-
-
 @pytest.mark.parametrize("place", ["qkv", "output", "gate_up", "alone"])
 def test_tuning_asks_which_product_is_the_fastest(units, place):
     layers = [fill(layer_of(Fp8OnLoad()), tensors()) for _ in range(2)]
-    choices = Measured()
+    choices = Choices()
     shape = LinearShape(96, SIZE, False, place, torch.float32)
     choose(layers, shape, choices, "a machine")
-    assert len(choices.questions) == 8
-    assert [len(ways) for ways in choices.questions.values()] == [3, 3, 3, 3, 3, 3, 2, 2]
-    assert all("fp8 linear" in question and "a machine" in question for question in choices.questions)
+    assert len(choices.asked) == 8
+    assert [len(ways) for ways in choices.asked.values()] == [3, 3, 3, 3, 3, 3, 2, 2]
+    assert all("fp8 linear" in question and "a machine" in question for question in choices.asked)
     for layer in layers:
         assert layer.scheme.ways[-3:] == ((256, "skinny"), (512, "rows"), (1024, "rows"))
 
 
 def test_tuning_leaves_dequantized_layers_alone():
-    layer = fill(layer_of(Fp8OnLoad()), tensors())
-    choices = Measured()
-    choose([layer], LinearShape(96, SIZE, False, "qkv", torch.float32), choices, "a machine")
-    assert not choices.questions
+    choices = Choices()
+    shape = LinearShape(96, SIZE, False, "qkv", torch.float32)
+    choose([fill(layer_of(Fp8OnLoad()), tensors())], shape, choices, "a machine")
+    assert not choices.asked
 
 
 def test_the_setting_quantizes_all_but_the_head():

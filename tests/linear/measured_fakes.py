@@ -1,0 +1,26 @@
+"""In place of measuring."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+
+class Choices:
+    """Stands for MeasuredChoices: runs all ways, keeps what was asked, and takes what ``pick(rows, ways)`` names."""
+
+    def __init__(self, pick: Callable[[int, list[str]], str] = lambda rows, ways: ways[-1]) -> None:
+        self.pick, self.asked = pick, dict[str, list[str]]()
+        self.by_rows: dict[int, list[str]] = {}
+
+    def fastest(self, question: str, ways: Mapping[str, Callable[[], object]], margin: float = 0.0) -> str:
+        for way in ways.values():
+            way()
+        rows = int(re.search(r", (\d+) rows, ", question)[1])
+        self.asked[question] = self.by_rows[rows] = list(ways)
+        return self.pick(rows, list(ways))
+
+
+def prefers(wanted: str) -> Choices:
+    """Takes the given way wherever it is asked for."""
+    return Choices(lambda rows, ways: wanted if wanted in ways else ways[0])
