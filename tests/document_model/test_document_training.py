@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections import Counter
 from pathlib import Path
@@ -17,22 +16,15 @@ from document_feed import Batch
 from document_network import embedded, generate, image_rows, patch_states, text_states
 from document_samples import Sample, block_sample, layout_sample, line_samples, read_blocks
 from document_shape import IMAGE_MEAN, IMAGE_STD, MAX_FOLDER_BYTES, save_model
-from document_tokens import PROMPTS, SYSTEM, ChatTokens
+from document_tokens import ChatTokens
 from document_trainer import DocumentTrainer, penalised
-from evaluate_documents import HeldOut, unpatched
+from evaluate_documents import HeldOut
 from PIL import Image
 from train import parse, run
 from trainer import Trainer
 from transformers import Qwen2VLForConditionalGeneration
 
 import pages
-from tessera.engine.engine import Engine
-from tessera.engine.sequence import Request
-from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
-from tessera.prompt.sampling import SamplingParameters
-from tessera.settings.stages import EngineConfig
-from tessera.vision.encoder import VisionEncoder
-from tessera.vision.pictures import VisionItem
 
 TOKENS = ChatTokens()
 SMALL = Plan(words=1, lines=2, patches=600, chunk=1200, layouts=0)
@@ -113,38 +105,6 @@ def test_generated_answers_are_the_greedy_ones_under_the_penalties(
             counts[token] += 1
             ids = torch.cat((ids, torch.tensor([[token]])), 1)
         assert len(set(answer)) > 3
-
-
-@torch.inference_mode()
-def test_our_server_s_stages_give_transformers_log_probabilities(
-    folder: Path, model: Qwen2VLForConditionalGeneration, samples: list[Sample]
-) -> None:
-    """The whole chain of a crop that keeps its size: prompt, pixels, rows, positions, decode."""
-    sample, stream = samples[2], io.BytesIO()
-    Image.fromarray(unpatched(sample)).convert("RGB").save(stream, "PNG")
-    messages = [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": PROMPTS[sample.step]}]},
-    ]
-    prepared = Preprocessor.from_checkpoint(folder)(PreprocessRequest(messages=messages, images=[stream.getvalue()]))
-    ids = prompt(sample)
-    assert prepared.input_ids.tolist() == ids[0].tolist()
-    (rows,) = VisionEncoder.from_checkpoint(folder).encode(
-        [VisionItem(prepared.pixels, prepared.plan, prepared.digest)]
-    )
-    engine = Engine.from_checkpoint(folder, EngineConfig(block_size=16, max_sequences=2, max_batched_tokens=64))
-    sampling = SamplingParameters(max_tokens=6, ignore_eos=True, logprobs=5)
-    engine.submit(
-        Request("r", prepared.input_ids, prepared.spans, rows, prepared.digest, sampling, positions=prepared.positions)
-    )
-    steps = []
-    while engine.has_work():
-        steps += [report.top for _, _, report in engine.step().tokens]
-    assert len(steps) == 6
-    for step in steps:
-        expected = theirs(model, sample, ids)[-1].log_softmax(-1)
-        assert [value for _, value in step] == pytest.approx([expected[token].item() for token, _ in step], abs=1e-3)
-        ids = torch.cat((ids, torch.tensor([[step[0][0]]])), 1)
 
 
 def test_a_batch_is_made_from_its_number_alone() -> None:

@@ -69,18 +69,6 @@ def test_the_first_rung_s_repository_has_all_old_ways_and_the_last_one_s_is_ours
     )
 
 
-def test_tokens_are_w2_s_but_for_the_policy_which_is_the_recommended_one():
-    assert list(jobs("start")) == ["equal"] and list(jobs("tile_policy")) == list(jobs("labels")) == ["policy"]
-    assert jobs("fp8_vit")["equal"].sampling == {
-        "temperature": 0, "ignore_eos": True, "max_tokens": 4, "tile_policy": {"max_tiles": 12},
-    }  # fmt: skip
-    assert jobs("mps")["policy"].sampling["tile_policy"] == {"name": "native"}
-    assert jobs("fp8_vit")["policy"].sampling == {"choices": ["yes", "no"], "tile_policy": {"name": "native"}}
-    assert bench_ladder.servers(["start", "tile_policy", "labels", "prefix_cache"]) == {
-        "start": ["start"], "fast_preprocessing": ["tile_policy"], "prefix_cache": ["labels", "prefix_cache"],
-    }  # fmt: skip
-
-
 def test_the_shape_in_4_bits_is_one_that_the_engine_reads(tmp_path: Path):
     config = json.loads((ladder_rungs.int4_shape(tmp_path / "int4") / "config.json").read_text())
     select = scheme_selector(config["quantization_config"])

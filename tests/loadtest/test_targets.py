@@ -101,22 +101,3 @@ def test_the_prompt_stands_where_the_workload_has_it(name: str, order: list[str]
     by_type = {part["type"]: part for part in parts}
     assert by_type["text"]["text"] == "the question"
     assert b64decode(by_type["image_url"]["image_url"]["url"].partition(",")[2]) == b"jpeg"
-
-
-class Questions(standin_server.Service):
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def answer(self, question: str, request_id: str, peer: str) -> str:
-        self.asked.append(question)
-        return "yes"
-
-
-def test_our_server_is_told_where_the_picture_stands() -> None:
-    service = Questions()
-    server, address = standin_server.serve(service)
-    with TesseraAsker([address], WORKLOADS["W6"], 7).connection() as ask:
-        for name in ("W6", "W6.text_first"):
-            ask(b"jpeg", WORKLOADS[name], "the question")
-    server.stop(None)
-    assert service.asked == ["the question", "the question\n<image>"]

@@ -30,6 +30,7 @@ def test_the_workloads_are_the_standard_ones():
     assert [name for name, w in WORKLOADS.items() if w.text_first] == ["W6.text_first"]
     assert [name for name, w in WORKLOADS.items() if w.streamed] == ["W4a", "W4b", "W5c.c64", "W5c.c10"]
     assert WORKLOADS["W2"].sampling == {"temperature": 0, "ignore_eos": True, "max_tokens": 4, "max_tiles": 12}
+    assert [WORKLOADS[name].question("q") for name in ("W6", "W6.text_first")] == ["q", "q\n<image>"]
     assert hashlib.md5(PROMPT.encode()).hexdigest() == "8282c11b95c7b0c2d3f2915e1c47f5cf"
 
 
