@@ -58,7 +58,7 @@ def heldout_pictures(count: int) -> list[tuple[Any, bytes]]:
 
 def transformers_loop(theirs: Theirs, work: list[Job]) -> list[str]:
     """One picture after the other through transformers; the caller times it."""
-    tokens = [theirs.tokens(theirs.from_picture(jpeg, question)) for jpeg, question in work]
+    tokens = [theirs.answered(theirs.inputs([jpeg], [question])) for jpeg, question in work]
     return [theirs.processor.decode(answer, skip_special_tokens=True) for answer in tokens]
 
 
@@ -120,7 +120,7 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=128)
     parser.add_argument("--concurrency", type=int, default=16)
     arguments = parser.parse_args()
-    theirs = Theirs.load()
+    theirs = Theirs()
     if arguments.part != "4-questions":
         compare("cpu.ratio_distinct", theirs, distinct(arguments.questions), arguments.concurrency)
     if arguments.part != "distinct":

@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -104,11 +105,9 @@ def pour(make: MakeAsk, size: int, answered: Any) -> None:
 
 
 def in_threads(run: Callable[[], None], count: int) -> None:
-    threads = [threading.Thread(target=run) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(count) as pool:
+        for each in [pool.submit(run) for _ in range(count)]:
+            each.result()
 
 
 def main() -> int:

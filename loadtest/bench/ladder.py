@@ -25,13 +25,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import figures
 from measuring import stage_milliseconds, take
-from serving import DEFAULT_CHECKPOINT, serve
+from serving import DEFAULT_CHECKPOINT, Running, serve
 from targets import TesseraAsker
 from workloads import PROMPT, picture
 
@@ -47,25 +48,19 @@ PARTS = ("speed", "recall", "report")
 ANSWER_TOKENS = 16  # more than yes or no has
 
 
-class Results:
-    """A file of JSON lines that grows; the newest line of a rung and job counts."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._about = {
-            "machine": figures.machine(),
-            "versions": {name: figures.versions().get(name) for name in ("torch", "triton", "transformers")},
-            "commit": figures.commit(),
-            "date": datetime.date.today().isoformat(),
-        }
-
-    def add(self, **line: Any) -> None:
-        """Numbers are rounded to five digits."""
-        short = {name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in line.items()}
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with self._file.open("a") as stream:
-            stream.write(json.dumps(short | self._about, separators=(",", ":")) + "\n")
-        say({name: value for name, value in short.items() if name != "wrong"})
+def add(file: Path, **line: Any) -> None:
+    """Adds a line to a file of JSON lines, whose newest of a rung and job counts; numbers have five digits."""
+    about = {
+        "machine": figures.machine(),
+        "versions": {name: figures.versions().get(name) for name in ("torch", "triton", "transformers")},
+        "commit": figures.commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+    short = {name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in line.items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as stream:
+        stream.write(json.dumps(short | about, separators=(",", ":")) + "\n")
+    say({name: value for name, value in short.items() if name != "wrong"})
 
 
 def say(what: object) -> None:
@@ -80,37 +75,44 @@ def servers(names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def measure_speed(server_of: str, names: list[str], options: argparse.Namespace, results: Results) -> None:
-    """The jobs of the rungs that this rung's server is asked."""
-    gpus = tuple(filter(None, [options.gpus]))
+@contextmanager
+def served(
+    server_of: str, names: list[str], options: argparse.Namespace, checkpoint: Path | None
+) -> Iterator[tuple[Running, list[tuple[str, str, Job]]]]:
+    """This rung's server, and (rung, kind, job) of all that it is asked for the rungs of these names."""
+    asked = [(name, kind, job) for name in names for kind, job in jobs(name).items() if kind in options.jobs]
     with (
         tempfile.TemporaryDirectory(prefix="tessera-ladder-") as folder,
-        serve(setup(server_of, Path(folder), gpus, options.checkpoint)) as server,
+        serve(setup(server_of, Path(folder), options.gpus, checkpoint)) as server,
     ):
-        for name in names:
-            for kind, job in jobs(name).items():
-                if kind not in options.jobs:
-                    continue
-                job = replace(job, concurrency=options.in_flight or job.concurrency)
-                prompt_tokens = first_answers(server.grpc, job)
-                asker = TesseraAsker(server.grpc, job, random.randrange(1 << 30))
-                run, power, notes, _ = take(asker, options.processes, gpus, server.metrics)
-                results.add(
-                    rung=name,
-                    job=kind,
-                    req_s=run.requests_s,
-                    ci95=run.margin * run.requests_s,
-                    p50_ms=1e3 * run.p50,
-                    p99_ms=1e3 * run.p99,
-                    tokens=0 if job.labels else job.tokens,
-                    prompt_tokens=prompt_tokens,
-                    requests=run.count,
-                    concurrency=job.concurrency,
-                    startup_s=server.startup_s,
-                    stages_p50=stage_milliseconds(run),
-                    **({} if power is None else power._asdict()),
-                    **notes,
-                )
+        yield server, asked
+
+
+def measure_speed(server_of: str, names: list[str], options: argparse.Namespace) -> None:
+    """The jobs of the rungs that this rung's server is asked."""
+    with served(server_of, names, options, options.checkpoint) as (server, asked):
+        for name, kind, job in asked:
+            job = replace(job, concurrency=options.in_flight or job.concurrency)
+            prompt_tokens = first_answers(server.grpc, job)
+            asker = TesseraAsker(server.grpc, job, random.randrange(1 << 30))
+            run, power, notes, _ = take(asker, options.processes, options.gpus, server.metrics)
+            add(
+                options.results,
+                rung=name,
+                job=kind,
+                req_s=run.requests_s,
+                ci95=run.margin * run.requests_s,
+                p50_ms=1e3 * run.p50,
+                p99_ms=1e3 * run.p99,
+                tokens=0 if job.labels else job.tokens,
+                prompt_tokens=prompt_tokens,
+                requests=run.count,
+                concurrency=job.concurrency,
+                startup_s=server.startup_s,
+                stages_p50=stage_milliseconds(run),
+                **({} if power is None else power._asdict()),
+                **notes,
+            )
 
 
 def first_answers(addresses: list[str], job: Job) -> int:
@@ -134,53 +136,45 @@ def run_loop(options: argparse.Namespace, *arguments: str) -> Iterator[Any]:
         raise RuntimeError(f"{' '.join(command)} ended with {loop.returncode}")
 
 
-def loop_speed(options: argparse.Namespace, results: Results) -> None:
+def loop_speed(options: argparse.Namespace) -> None:
     """The foot of the ladder, at all its batch sizes."""
     checkpoint, seed = options.checkpoint or SHAPE, random.randrange(1 << 30)
     batches = ["--batches", *map(str, options.batches)] if options.batches else []
     for line in run_loop(options, "--checkpoint", str(checkpoint), "--seed", str(seed), *batches):
-        results.add(**line)
+        add(options.results, **line)
 
 
-def loop_recall(options: argparse.Namespace, items: list[Item], results: Results) -> None:
+def loop_recall(options: argparse.Namespace, items: list[Item]) -> None:
     """What transformers answers to the questions, one after the other."""
     with tempfile.TemporaryDirectory(prefix="tessera-ladder-") as folder:
         file = Path(folder) / "questions.json"
         file.write_text(json.dumps([(str(item.picture), item.question) for item in items]))
         (texts,) = run_loop(options, "--checkpoint", str(DEFAULT_CHECKPOINT), "--questions", str(file))
-    add_recall(results, TRANSFORMERS, "equal", [recall.Outcome(*pair) for pair in zip(items, texts, strict=True)])
+    outcomes = [recall.Outcome(*pair) for pair in zip(items, texts, strict=True)]
+    add_recall(options.results, TRANSFORMERS, "equal", outcomes)
 
 
-def measure_recall(
-    server_of: str, names: list[str], options: argparse.Namespace, items: list[Item], results: Results
-) -> None:
+def measure_recall(server_of: str, names: list[str], options: argparse.Namespace, items: list[Item]) -> None:
     """The same servers and request options with a trained model."""
     checkpoint = recall_checkpoint(server_of, options.int4)
     if checkpoint is None:
         say(f"{server_of}: no recall without --int4 FOLDER, the default model as `tessera quantize` writes it")
         return
-    gpus = tuple(filter(None, [options.gpus]))
-    with (
-        tempfile.TemporaryDirectory(prefix="tessera-ladder-") as folder,
-        serve(setup(server_of, Path(folder), gpus, checkpoint)) as server,
-        Client(server.grpc) as client,
-    ):
-        for name in names:
-            for kind, job in jobs(name).items():
-                if kind not in options.jobs:
-                    continue
-                asked = job.sampling
-                if not job.labels:
-                    asked |= {"ignore_eos": False, "max_tokens": ANSWER_TOKENS}
-                outcomes, _ = recall.run(client, items, concurrency=options.recall_in_flight, **asked)
-                add_recall(results, name, kind, outcomes)
+    with served(server_of, names, options, checkpoint) as (server, jobs_asked), Client(server.grpc) as client:
+        for name, kind, job in jobs_asked:
+            sampling = job.sampling
+            if not job.labels:
+                sampling |= {"ignore_eos": False, "max_tokens": ANSWER_TOKENS}
+            outcomes, _ = recall.run(client, items, concurrency=options.recall_in_flight, **sampling)
+            add_recall(options.results, name, kind, outcomes)
 
 
-def add_recall(results: Results, name: str, kind: str, outcomes: list[recall.Outcome]) -> None:
+def add_recall(file: Path, name: str, kind: str, outcomes: list[recall.Outcome]) -> None:
     """One line, with the places of the wrong answers in the set. Raises RuntimeError where a question failed."""
     if errors := [outcome.error for outcome in outcomes if outcome.error]:
         raise RuntimeError(f"{len(errors)} questions failed: {errors[0]}")
-    results.add(
+    add(
+        file,
         rung=name,
         job=kind,
         recall=recall.figures(outcomes, 0.0)["recall.macro"],
@@ -195,14 +189,14 @@ def questions(options: argparse.Namespace, folder: Path) -> list[Item]:
     return [item for item in items if item.kind == "presence" and item.scored]
 
 
-def climb(options: argparse.Namespace, results: Results) -> list[str]:
+def climb(options: argparse.Namespace) -> list[str]:
     """Measures what is asked for; names of rungs that failed."""
     failed = []
 
     def attempt(name: str, measure: Any, *arguments: Any) -> None:
         began = time.perf_counter()
         try:
-            measure(*arguments, results)
+            measure(*arguments)
         except Exception:  # the time on a GPU is short: the other rungs are worth it
             traceback.print_exc()
             failed.append(name)
@@ -242,7 +236,8 @@ def main() -> int:
     parser.add_argument("--pictures", type=Path, help="a folder that keeps the rendered pictures for the next run")
     parser.add_argument("--transformers-python", default=sys.executable, help="one that imports transformers")
     options = parser.parse_args()
-    failed = climb(options, Results(options.results))
+    options.gpus = tuple(filter(None, [options.gpus]))
+    failed = climb(options)
     if "report" in options.parts:
         ladder = ladder_report.Ladder.read(options.results)
         ladder_report.update(ladder)

@@ -8,17 +8,16 @@ VisionEncoder (ONNX) -> Engine.
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import figures
 import numpy as np
 import torch
 from rich.progress import track
 
+from bench.ladder_transformers import Loop
 from tessera.engine.engine import Engine
 from tessera.engine.sequence import Request, SamplingParameters
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
@@ -69,25 +68,15 @@ class Ours:
         return prepared, sequence.outputs
 
 
-@dataclass
-class Theirs:
-    """`transformers`: model, and its own processor."""
+class Theirs(Loop):
+    """`transformers`: model, and its own processor, in float32 on the CPU."""
 
-    model: Any
-    processor: Any
+    def __init__(self, checkpoint: Path = CHECKPOINT) -> None:
+        super().__init__(checkpoint, "cpu", random_weights=False)
 
-    @classmethod
-    def load(cls, checkpoint: Path = CHECKPOINT) -> Theirs:
-        from architecture import load_processor
-        from transformers import AutoModelForImageTextToText
-
-        model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
-        return cls(model, load_processor(checkpoint))
-
-    def tokens(self, inputs: dict[str, torch.Tensor]) -> list[int]:
-        with torch.inference_mode():
-            output = self.model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)
-        return output[0, inputs["input_ids"].shape[1] :].tolist()
+    def answered(self, inputs: dict[str, torch.Tensor]) -> list[int]:
+        """The greedy token ids of an answer."""
+        return self.tokens(inputs, 0, MAX_TOKENS)[0].tolist()
 
     def from_prepared(self, prepared: Prepared) -> dict[str, torch.Tensor]:
         """Inputs for transformers from our token ids and uint8 tiles, normalised in float32."""
@@ -98,15 +87,6 @@ class Theirs:
         ids = torch.from_numpy(prepared.input_ids.astype(np.int64))[None]
         pixels = (tiles.float() / 255 - mean) / std
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
-
-    def from_picture(self, jpeg: bytes, question: str) -> dict[str, torch.Tensor]:
-        """Inputs made by the processor itself: Pillow decode and resize, chat template, tokenizer."""
-        from PIL import Image
-
-        content = [{"type": "image"}, {"type": "text", "text": question}]
-        prompt = self.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-        picture = Image.open(io.BytesIO(jpeg)).convert("RGB")
-        return dict(self.processor(images=[picture], text=prompt, return_tensors="pt"))
 
 
 def pictures(count: int) -> list[tuple[bytes, str]]:
@@ -123,12 +103,12 @@ def main() -> int:
     parser.add_argument("--pictures", type=int, default=200)
     count = parser.parse_args().pictures
     torch.set_num_threads(2)
-    ours, theirs = Ours.load(), Theirs.load()
+    ours, theirs = Ours.load(), Theirs()
     same_pixels = own_processor = 0
     for jpeg, question in track(pictures(count), "comparing", transient=True):
         prepared, tokens = ours.tokens(jpeg, question)
-        same_pixels += tokens == theirs.tokens(theirs.from_prepared(prepared))
-        own_processor += tokens == theirs.tokens(theirs.from_picture(jpeg, question))
+        same_pixels += tokens == theirs.answered(theirs.from_prepared(prepared))
+        own_processor += tokens == theirs.answered(theirs.inputs([jpeg], [question]))
     for name, same in (("same_pixels", same_pixels), ("own_processor", own_processor)):
         figures.emit(f"parity.{name}", same / count, "share equal", ceiling=1, pictures=count)
     return 0

@@ -19,7 +19,6 @@ import os
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -98,11 +97,8 @@ def run(asked: Setup, workload: Workload, options: argparse.Namespace, logs: Pat
             start_once(replace(asked, log=logs / f"start-{number:03}.log"), workload, pictures, tally)
             print(f"start {number}: {len(tally.deaths)} deaths so far", file=sys.stderr, flush=True)
 
-    threads = [threading.Thread(target=lane, args=(place,)) for place in range(options.lanes)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(options.lanes) as pool:
+        list(pool.map(lane, range(options.lanes)))
     return tally
 
 

@@ -10,21 +10,21 @@ from tessera.preprocess.preprocessor import PreprocessRequest
 
 @pytest.fixture(scope="module")
 def both():
-    return Ours.load(), Theirs.load(), pictures(3)
+    return Ours.load(), Theirs(), pictures(3)
 
 
 def test_greedy_tokens_are_equal_on_identical_pixels(both):
     ours, theirs, work = both
     for jpeg, question in work:
         prepared, tokens = ours.tokens(jpeg, question)
-        assert tokens == theirs.tokens(theirs.from_prepared(prepared)), question
+        assert tokens == theirs.answered(theirs.from_prepared(prepared)), question
 
 
 def test_both_processors_make_the_same_prompt_and_nearly_the_same_pixels(both):
     ours, theirs, work = both
     for jpeg, question in work:
         prepared = ours.preprocessor(PreprocessRequest(text=question, images=[jpeg]))
-        mine, other = theirs.from_prepared(prepared), theirs.from_picture(jpeg, question)
+        mine, other = theirs.from_prepared(prepared), theirs.inputs([jpeg], [question])
         assert mine["input_ids"].tolist() == other["input_ids"].tolist()
         # One grey level is 1/255 / 0.225 of normalised pixel.
         difference = (mine["pixel_values"] - other["pixel_values"]).abs() * 0.225 * 255
