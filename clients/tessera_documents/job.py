@@ -18,7 +18,7 @@ from loguru import logger
 from PIL import Image
 
 from tessera_documents.edges import clear_of_letters
-from tessera_documents.results import ErrorRows, OutputFolder, PageFiles
+from tessera_documents.results import OutputFolder, PageFiles
 from tessera_documents.sources import BadDocument, Document, PageRanges, Source, digest, find, open_document
 from tessera_documents.vlm_client import TesseraVlmClient, known_page, mineru_client
 from tessera_jobs.asker import Asker, OneModel, OtherModel, described, for_each
@@ -106,7 +106,6 @@ class Job:
 
     async def _read(self) -> Tally:
         self._started = time.monotonic()
-        self._errors = ErrorRows(self.out)
         handler = logger.add(_note, level="WARNING", filter=lambda record: "warnings" in record["extra"])
         try:
             with _Threads() as threads, ThreadPoolExecutor(1, "tessera-pages") as self._opener:
@@ -227,7 +226,7 @@ class Job:
             await asyncio.to_thread(under_way.files.join, under_way.failed, under_way.pages)
 
     def _fail(self, source: Source, page: int | None, error: str) -> None:
-        self._errors.add(source.path, page, " ".join(error.split()))
+        self._output.add_error(source.path, page, " ".join(error.split()))
         self.tally.failed += 1
         self.tally.first_error = self.tally.first_error or _line(source, page, error)
 

@@ -33,17 +33,27 @@ Blocks = Sequence[Mapping[str, Any]]
 
 
 class OutputFolder:
-    """Where all results go, and no other run's meanwhile. Raises OSError, and InvalidRequest where there is one."""
+    """Where all results go, and no other run's meanwhile. Raises OSError, and InvalidRequest where there is one.
+
+    ``errors.jsonl`` in it has a row for each page or file that failed in this run; without one there is no file.
+    """
 
     def __init__(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        self._path = path / ".lock"  # it stays: a run that waits for it may have it open
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._path, self._errors = path / ".lock", path / "errors.jsonl"
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)  # it stays: a run that waits may have it open
         try:
             lock(self._file, path)
+            self._errors.unlink(missing_ok=True)
         except BaseException:
             self.close()
             raise
+
+    def add_error(self, file: Path, page: int | None, error: str) -> None:
+        """``page`` from 0; None: the whole file."""
+        row = {"file": str(file), "page": None if page is None else page + 1, "error": error}
+        with open(self._errors, "a", encoding="utf-8", errors=BYTES_OF_NAMES) as rows:
+            rows.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def check(self) -> None:
         """Raises OSError where the folder was removed or replaced meanwhile."""
@@ -151,21 +161,6 @@ class PageFiles:
 
     def _path(self, page: int, ending: str) -> Path:
         return self.folder / f"page-{page + 1:04}{ending}"
-
-
-class ErrorRows:
-    """``errors.jsonl``: a row for each page or file that failed in this run; without one there is no file."""
-
-    def __init__(self, out: Path) -> None:
-        self.path = out / "errors.jsonl"
-        self.path.unlink(missing_ok=True)
-
-    def add(self, file: Path, page: int | None, error: str) -> None:
-        """``page`` from 0; None: the whole file."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        row = {"file": str(file), "page": None if page is None else page + 1, "error": error}
-        with open(self.path, "a", encoding="utf-8", errors=BYTES_OF_NAMES) as file_of_rows:
-            file_of_rows.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def markdown(blocks: Blocks) -> str:
