@@ -24,8 +24,8 @@ import numpy as np
 from tessera_client import Answer, AsyncClient, Retry, ServedModel
 from tessera_jobs.asker import Asker, Away, Call, OneModel, described, for_each
 from tessera_jobs.journal import Journal, rewrite
+from tessera_jobs.resume_index import ResumeIndex, changed_rows, contents
 from tessera_jobs.rows import Row, Source
-from tessera_jobs.survey import Survey, changed_rows, contents
 from tessera_wire.errors import ConnectionFailed, InvalidRequest, TesseraClientError, Unavailable
 
 AHEAD = 64  # rows that are read at a time
@@ -124,7 +124,7 @@ class Job:
         """
         self._take_up()
         with closing(Journal(self.journal)) as self._lines:
-            self._survey = Survey(self.source, self._lines)
+            self._index = ResumeIndex(self.source, self._lines)
             try:
                 asyncio.run(self._go_on())
             except Away as away:
@@ -142,17 +142,17 @@ class Job:
             rewrite(self.journal, read_table(self.out))
         if self.settings.again and self.journal.exists():
             with closing(Journal(self.journal)) as lines:
-                Survey(self.source, lines)  # which refuses another job's
+                ResumeIndex(self.source, lines)  # which refuses another job's
                 lines.rewrite(result for result in lines.results() if result["error"] is None)
 
     def _finish(self) -> None:
-        places = self._survey.places
+        places = self._index.places
         moved = self.settings.in_order and bool((places[1:] < places[:-1]).any())
         results = map(self._lines.at, places.tolist()) if moved else self._lines.results()
         if self._table:
             from tessera_jobs.table import write_table
 
-            write_table(results, self.out, self._survey.id_type)
+            write_table(results, self.out, self._index.id_type)
             self.journal.unlink()
         elif moved:
             rewrite(self.journal, results)
@@ -164,23 +164,23 @@ class Job:
             self._asker = self.settings.asker(client, model)
             served: ServedModel | None = None
             try:
-                if (self._survey.places < 0).any():
+                if (self._index.places < 0).any():
                     await self._asker.begin(self.notice)
                 served = await model.begin()
             except (ConnectionFailed, Unavailable):
-                if (self._survey.places < 0).any():
+                if (self._index.places < 0).any():
                     raise
                 # Else nothing is to be asked.
             self._hold_against(served)
-            survey, tally = self._survey, self.tally
-            tally.rows, tally.errors, tally.kept = len(survey.places), survey.errors, int((survey.places >= 0).sum())
+            index, tally = self._index, self.tally
+            tally.rows, tally.errors, tally.kept = len(index.places), index.errors, int((index.places >= 0).sum())
             if tally.kept < tally.rows:
                 await self._ask_all()
 
     def _hold_against(self, served: ServedModel | None) -> None:
         """Drops the results of other models and pictures where that is wanted. Raises InvalidRequest where not."""
-        changed, force = changed_rows(self._survey, self._lines), self.settings.force
-        counts, found, others = self._survey.checkpoints, [], 0
+        changed, force = changed_rows(self._index, self._lines), self.settings.force
+        counts, found, others = self._index.checkpoints, [], 0
         unknown = counts[b""]
         if served is not None:
             self._checkpoint = served.checkpoint[:16]
@@ -197,14 +197,14 @@ class Job:
             self.notice(f"{words} (an earlier version's): they are kept; --force asks them again")
         if force and served is None and (found or unknown):
             raise Unavailable("no server is there to ask again", "start one")
-        dropped, of_others = {*self._survey.mended, *changed}, force and bool(others or unknown)
+        dropped, of_others = {*self._index.mended, *changed}, force and bool(others or unknown)
         if dropped or of_others:
             self._lines.rewrite(
                 result
                 for place, result in self._lines.placed()
                 if place not in dropped and not (of_others and result.get("checkpoint") != self._checkpoint)
             )
-            self._survey.match(self._lines)
+            self._index.match(self._lines)
 
     async def _ask_all(self) -> None:
         self._under_way: dict[str, asyncio.Future[None]] = {}
@@ -215,7 +215,7 @@ class Job:
         self.tally.seconds = time.monotonic() - self._started
 
     async def _read_ahead(self) -> AsyncGenerator[Row, None]:
-        loop, rows = asyncio.get_running_loop(), self._survey.rows(self._survey.places < 0)
+        loop, rows = asyncio.get_running_loop(), self._index.rows(self._index.places < 0)
         while some := await loop.run_in_executor(self._files, list, islice(rows, AHEAD)):
             for row in some:
                 yield row
@@ -228,7 +228,7 @@ class Job:
             pictures, content = await reading if reading else contents(row)
             call = question(row, pictures)
             if row.options.get("temperature") and row.options.get("seed") is None:  # each answer is another
-                self._write(row, told(await self._asker.ask(call)), content)
+                self._write(row, to_record(await self._asker.ask(call)), content)
             else:
                 await self._answer_once(row, content, call)
         except TesseraClientError as error:
@@ -242,7 +242,7 @@ class Job:
         """Takes the answer to the same question about the same pictures where there is one."""
         while other := self._under_way.get(content):
             await asyncio.wait([other])
-        if (place := self._survey.answers.get(content)) is not None:
+        if (place := self._index.answers.get(content)) is not None:
             kept = self._lines.at(place)
             if kept["content"] == content:
                 fields = ("answer", "error", "finish_reason", "choices", "logprobs")
@@ -252,7 +252,7 @@ class Job:
         self._under_way[content] = over = asyncio.get_running_loop().create_future()
         try:
             answer = await self._asker.ask(call)
-            self._survey.answers.put(content, self._write(row, told(answer), content))
+            self._index.answers.put(content, self._write(row, to_record(answer), content))
         finally:
             del self._under_way[content]
             over.set_result(None)
@@ -260,7 +260,7 @@ class Job:
     def _write(self, row: Row, result: dict[str, Any], content: str = "") -> int:
         digests = {"asked": f"{row.asked:016x}"} | ({"content": content} if content else {})
         digests |= ({"stat": f"{row.stat:016x}"} if row.stat else {}) | {"checkpoint": self._checkpoint}
-        place = self._survey.places[row.number] = self._lines.append({"id": row.id, **result, **digests})
+        place = self._index.places[row.number] = self._lines.append({"id": row.id, **result, **digests})
         tally = self.tally
         tally.pictures += len(row.images)
         tally.same += "same_as" in result
@@ -288,7 +288,7 @@ def question(row: Row, pictures: list[bytes]) -> Call:
     return call
 
 
-def told(answer: Answer) -> dict[str, Any]:
+def to_record(answer: Answer) -> dict[str, Any]:
     """An answer as the fields of a result."""
     result: dict[str, Any] = {"answer": answer.text, "error": None, "finish_reason": answer.finish_reason}
     if answer.usage is not None:
@@ -339,15 +339,15 @@ def estimate(job: Job) -> Estimate:
     """
     if job.journal.exists():
         with closing(Journal(job.journal)) as lines:
-            survey = Survey(job.source, lines)
+            index = ResumeIndex(job.source, lines)
     else:
-        survey = Survey(job.source)
-    left = np.flatnonzero(survey.places < 0)
-    wanted = np.zeros(len(survey.places), bool)
+        index = ResumeIndex(job.source)
+    left = np.flatnonzero(index.places < 0)
+    wanted = np.zeros(len(index.places), bool)
     if len(left):
         size = min(len(left), ROUNDS * job.settings.concurrency)
         wanted[left[np.linspace(0, len(left) - 1, size).astype(int)]] = True
-    rows = list(survey.rows(wanted))
+    rows = list(index.rows(wanted))
     Random(0).shuffle(rows)  # time may end before the last of them
     return asyncio.run(_measured(job, rows, len(wanted), len(left)))
 

@@ -23,9 +23,9 @@ from pyarrow import parquet
 from tessera_client import InvalidRequest, ServerError
 from tessera_jobs.job import Job, Settings
 from tessera_jobs.journal import Journal
+from tessera_jobs.resume_index import Answers
 from tessera_jobs.rows import Asked
 from tessera_jobs.source import open_source, row_fields
-from tessera_jobs.survey import Answers
 from tessera_jobs.table import read_table
 
 ASKED = Asked("A crack?", {"max_tokens": 5})
@@ -205,7 +205,7 @@ def test_without_pyarrow_the_way_to_get_it_is_said(
     assert "pip install '.[tables]'" in capsys.readouterr().err and server.requests == []
 
 
-def survey(path: Path, tmp_path: Path) -> Any:
+def refusal(path: Path, tmp_path: Path) -> Any:
     job = Job(open_source(path, ASKED), tmp_path / "out.jsonl", Settings("nowhere"))
     with pytest.raises(InvalidRequest) as caught:
         job.run()
@@ -214,10 +214,10 @@ def survey(path: Path, tmp_path: Path) -> Any:
 
 def test_ids_that_stand_twice_are_named(tmp_path: Path) -> None:
     twice = ['{"id": "a", "image": null}', '{"id": "b", "image": null}', '{"id": "a", "image": "x.jpg"}']
-    assert "rows 1 and 3 have the same id 'a'" in survey(lines(tmp_path / "a.jsonl", *twice), tmp_path)
+    assert "rows 1 and 3 have the same id 'a'" in refusal(lines(tmp_path / "a.jsonl", *twice), tmp_path)
     mixed = ['{"id": "1", "image": null}', '{"id": 1, "image": null}']
-    assert "the id 1 of row 2 is no str" in survey(lines(tmp_path / "b.jsonl", *mixed), tmp_path)
-    assert "holds no rows" in survey(lines(tmp_path / "c.jsonl", "", ""), tmp_path)
+    assert "the id 1 of row 2 is no str" in refusal(lines(tmp_path / "b.jsonl", *mixed), tmp_path)
+    assert "holds no rows" in refusal(lines(tmp_path / "c.jsonl", "", ""), tmp_path)
 
 
 def test_a_journal_that_was_cut_keeps_its_whole_lines(tmp_path: Path) -> None:

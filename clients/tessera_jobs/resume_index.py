@@ -1,4 +1,4 @@
-"""Which rows there are, and which of them are over: known before the first is asked. :class:`Survey`.
+"""Which rows there are, and which of them are over: known before the first is asked. :class:`ResumeIndex`.
 
 What a row's answer depends on, and the rows for which that is no longer what it was.
 """
@@ -23,7 +23,7 @@ LINES = 1 << 12  # that are matched at a time
 LOW = (1 << 32) - 1  # the half of a stat that is kept of every row
 
 
-class Survey:
+class ResumeIndex:
     """Reads the source and the journal once each.
 
     Args:
@@ -193,7 +193,7 @@ def contents(row: Row) -> tuple[list[bytes], str]:
     return pictures, state.hexdigest()
 
 
-def changed_rows(survey: Survey, lines: Journal) -> list[int]:
+def changed_rows(index: ResumeIndex, lines: Journal) -> list[int]:
     """Where the journal's lines begin whose rows have other pictures now.
 
     Only files whose stat differs are read; where their bytes are the same, the journal says the new one from then on.
@@ -201,7 +201,7 @@ def changed_rows(survey: Survey, lines: Journal) -> list[int]:
     """
 
     def is_other(row: Row) -> bool:
-        place = int(survey.places[row.number])
+        place = int(index.places[row.number])
         line = lines.at(place)
         if not row.stat or int(line["stat"], 16) == row.stat:
             return False
@@ -214,8 +214,8 @@ def changed_rows(survey: Survey, lines: Journal) -> list[int]:
         return not same
 
     changed: list[int] = []
-    rows = survey.rows(survey.touched)
+    rows = index.rows(index.touched)
     with ThreadPoolExecutor(FILES, "tessera-pictures") as pool:
         while some := list(islice(rows, AHEAD)):
-            changed += [int(survey.places[row.number]) for row, other in zip(some, pool.map(is_other, some)) if other]
+            changed += [int(index.places[row.number]) for row, other in zip(some, pool.map(is_other, some)) if other]
     return changed
