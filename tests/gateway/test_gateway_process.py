@@ -98,32 +98,14 @@ def test_a_folder_without_a_lock_is_said_in_a_line(
     assert "lock cannot be locked: No locks available" in said and "--batch-folder on a local disk" in said
 
 
-def test_the_launchers_child_is_started_anew_where_it_was(tmp_path: Path) -> None:
-    said: list[str] = []
-    child = Gateway(
-        "127.0.0.1",
-        free_port(),
-        lambda message, error: said.append(message),
-        [f"--batch-folder={tmp_path / 'batches'}"],
-    )
-    try:
-        child.start([NOBODY], ["http://127.0.0.1:1/metrics"])
-        url, first = child.url, child.pid
-        assert answers(url)
-        os.kill(first, signal.SIGKILL)
-        assert wait_until(lambda: len(said) == 2) and answers(url)
-        assert said == ["the gateway ended: killed by signal 9; restarting", f"the gateway is ready again: {url}"]
-        assert child.pid != first
-        assert httpx.get(f"{url}/v1/batches", timeout=5, trust_env=False).json()["data"] == []
-    finally:
-        child.stop()
-    assert not answers(url) and not command_line(child.pid)
-
-
-def test_a_start_anew_that_fails_is_tried_again_and_a_stop_meanwhile_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launchers_child_is_started_again_where_it_was_until_it_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that fails is tried again, and a stop ends one that is on its way."""
     monkeypatch.setattr("tessera.launcher.child.FIRST_PAUSE_S", 0.01)
     said: list[str] = []
-    child = Gateway("127.0.0.1", free_port(), lambda message, error: said.append(message))
+    folder = f"--batch-folder={tmp_path / 'batches'}"
+    child = Gateway("127.0.0.1", free_port(), lambda message, error: said.append(message), [folder])
     began, go_on = threading.Event(), threading.Event()
     real, tries = subprocess.Popen, []
 
@@ -131,13 +113,20 @@ def test_a_start_anew_that_fails_is_tried_again_and_a_stop_meanwhile_ends_it(mon
         tries.append(arguments)
         if len(tries) == 2:
             raise OSError("no memory")
-        if len(tries) == 3:
+        if len(tries) == 4:
             began.set()
             go_on.wait(10)
         return real(*arguments, **options)
 
     monkeypatch.setattr("tessera.launcher.child.subprocess.Popen", popen)
     child.start([NOBODY], ["http://127.0.0.1:1/metrics"])
+    url, first = child.url, child.pid
+    assert answers(url)
+    os.kill(first, signal.SIGKILL)
+    assert wait_until(lambda: len(said) == 3, 30) and answers(url) and child.pid != first
+    ended = "the gateway ended: killed by signal 9; restarting"
+    assert said == [ended, ended, f"the gateway is ready again: {url}"]
+    assert httpx.get(f"{url}/v1/batches", timeout=5, trust_env=False).json()["data"] == []
     os.kill(child.pid, signal.SIGKILL)
     assert began.wait(10)
     stopping = threading.Thread(target=child.stop, daemon=True)
@@ -146,7 +135,7 @@ def test_a_start_anew_that_fails_is_tried_again_and_a_stop_meanwhile_ends_it(mon
     time.sleep(0.1)  # stop() has ended the dead one, and waits for the watcher
     go_on.set()
     stopping.join(10)
-    assert not stopping.is_alive() and not command_line(child.pid) and not answers(child.url)
+    assert not stopping.is_alive() and not command_line(child.pid) and not answers(url)
 
 
 def test_it_ends_with_its_launcher() -> None:
@@ -157,23 +146,19 @@ def test_it_ends_with_its_launcher() -> None:
         process.stdin = None
 
 
-def test_a_port_in_use_is_named_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_work_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(words: str, *options: str, port: int = 0) -> None:
+        with pytest.raises(ConfigError, match=words):
+            Gateway("127.0.0.1", port, lambda *_: None, options)
+
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is already in use \(--openai-port\)"):
-            Gateway("127.0.0.1", port, lambda *_: None)
+        refused(rf"port {port} on 127.0.0.1 is already in use \(--openai-port\)", port=port)
         assert gateway_main(["--port", str(port)]) == 1
         assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
-
-
-def test_options_that_cannot_work_are_said_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the gateway: --max-tokens must be above 0"):
-        Gateway("127.0.0.1", free_port(), lambda *_: None, ["--max-tokens=0"])
-    with pytest.raises(ConfigError, match="the gateway: .*No such file or directory: .*/keys"):
-        Gateway("127.0.0.1", free_port(), lambda *_: None, [f"--keys={tmp_path}/keys"])
-
-
-def test_where_it_is_not_installed_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused("the gateway: --max-tokens must be above 0", "--max-tokens=0")
+    refused("the gateway: .*No such file or directory: .*/keys", f"--keys={tmp_path}/keys")
     monkeypatch.setattr("tessera.launcher.gateway.NEEDS", ("tessera_gateway", "no_such_package"))
-    with pytest.raises(ConfigError, match="needs no_such_package, not installed here; --openai-port 0"):
-        Gateway("127.0.0.1", 0, lambda *_: None)
+    refused("needs no_such_package, not installed here; --openai-port 0")
