@@ -113,7 +113,7 @@ def test_a_large_file_whose_length_nobody_tells(tmp_path: Path) -> None:
     door = Asked(
         FakeTransport(), Settings(batch_folder=str(tmp_path), max_file_mib=8, max_body_mib=1, max_bodies_mib=2)
     )
-    content = "\n".join(line(f"{number}", "x" * (number % 4000)) for number in range(2500)).encode()
+    content = "\n".join(line(f"{number}", "x" * (2 * number)) for number in range(2500)).encode()
     with (
         listening(door.app) as address,
         client_of(address) as client,

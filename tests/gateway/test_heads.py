@@ -10,6 +10,7 @@ from clients.fake_transport import final
 from gateway_doubles import HELLO, gateway, listening
 
 from tessera_gateway import cli, errors, service
+from tessera_wire import __version__
 from tessera_wire.errors import InvalidRequest, ServerError
 
 
@@ -91,7 +92,7 @@ def test_pages_of_allowed_origins_may_ask_and_no_others(tmp_path: Any) -> None:
 
 def test_head_is_get_without_its_body() -> None:
     door = gateway(allowed_hosts=())
-    assert door("GET", "/version", headers={"Host": "localhost"}).json() == {"version": service.VERSION}
+    assert door("GET", "/version", headers={"Host": "localhost"}).json() == {"version": __version__}
     assert door("POST", "/ping", headers={"Host": "localhost"}).status_code == 200
     for path in ("/version", "/ping", "/v1/models", "/", "/page/main.js", "/nothing"):
         headers = {"Host": "localhost"}
