@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tessera.launcher import cli
-from tessera.launcher.health import Health, HealthPort, ServiceHealth
+from tessera.launcher.health import health_port
 from tessera.tritonserver import engine_metrics
 from tessera_gateway import cli as gateway_cli
 from tessera_gateway import page, service, tracing
@@ -136,11 +136,10 @@ def test_the_gateway_understands_its_options_and_knows_every_server(objects: Obj
 def test_the_pages_that_probes_ask_for_are_there(objects: Objects) -> None:
     asked = {name: probe for name, probe in container(pods(objects)["server"]).items() if name.endswith("Probe")}
     assert set(asked) == {"startupProbe", "readinessProbe", "livenessProbe"}
-    health = ServiceHealth({"": Health()})  # which is starting
-    with HealthPort(health, "127.0.0.1", 0):
+    with health_port(lambda: {"state": "starting"}, "127.0.0.1", 0) as address:
         for name, probe in asked.items():
             assert probe["httpGet"]["port"] == "health"
-            url = str(httpx.URL(health.url).copy_with(path=probe["httpGet"]["path"]))
+            url = str(httpx.URL(address).copy_with(path=probe["httpGet"]["path"]))
             assert httpx.get(url, trust_env=False).status_code == (200 if name == "livenessProbe" else 503)
     gateway = container(pods(objects)["gateway"])
     paths = {gateway[name]["httpGet"]["path"] for name in ("readinessProbe", "livenessProbe")}

@@ -184,6 +184,22 @@ def test_a_check_that_fails_itself_is_told_and_stops_nothing(
     assert "was not checked before the start: exit code 1" in capsys.readouterr().err
 
 
+def test_what_was_found_good_is_checked_again_when_files_or_settings_change(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def run(command: object, input: bytes, **how: object) -> subprocess.CompletedProcess[bytes]:
+        asked.append(command)
+        return subprocess.CompletedProcess([], 0, b'"bad"\n' if (folder / "bad").exists() else b"null\n")
+
+    monkeypatch.setattr(checking.subprocess, "run", run)
+    assert [checking.fault(setup_of(folder)) for _ in range(2)] == [None, None] and len(asked) == 1
+    assert checking.fault(setup_of(folder, "--set", "threads=2")) is None and len(asked) == 2
+    (folder / "bad").touch()
+    assert [checking.fault(setup_of(folder)) for _ in range(2)] == ["bad", "bad"] and len(asked) == 4
+
+
 def test_check_is_a_command_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--check", "--model-repository", str(REPOSITORY), "--device", "cpu"]
     assert serve_main([*flags, "--checkpoint", str(folder)]) == 0

@@ -20,7 +20,7 @@ class Scripted:
 
     scripts: dict[str, list[Any]]
 
-    def __init__(self, server: Any, supervision: Any, health: Any, say: Any, ready: Any):
+    def __init__(self, server: Any, supervision: Any, say: Any, ready: Any):
         self.server, self.say, self.ready = server, say, ready
         self.stopped = threading.Event()
         server.options = replace(server.options, http_port=80, metrics_port=82)

@@ -129,10 +129,10 @@ def until(condition: Callable[[], Any]) -> None:
 
 def test_answers_are_measured(stage: Stage) -> None:
     pinger = stage.pinger(5.0)
-    assert pinger.last("stage") is None
+    assert pinger.last("stage") == (None, None)
     pinger.start()
-    until(lambda: pinger.last("stage") and pinger.last("tritonserver"))
-    milliseconds, age = pinger.last("stage") or (0, 0)
+    until(lambda: None not in pinger.last("stage") + pinger.last("tritonserver"))
+    milliseconds, age = pinger.last("stage")
     assert milliseconds > 0 and age >= 0 and pinger.failure() is None
     pinger.stop()
 

@@ -9,7 +9,6 @@ import pytest
 
 from tessera.errors import ConfigError
 from tessera.launcher import supervisor as supervisor_module
-from tessera.launcher.health import Health
 from tessera.launcher.ping import NoAnswer
 from tessera.launcher.process import ServerStartError
 from tessera.launcher.supervisor import Supervision, Supervisor
@@ -62,7 +61,6 @@ class Run:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, starts: list[Any], pings: Any = None, **settings: Any):
         self.server = Script(starts)
-        self.health = Health()
         self.lines: list[str] = []
         self.pauses: list[float] = []
         self.states: list[str] = []
@@ -78,21 +76,21 @@ class Run:
 
             def stop(self) -> None: ...
             def failure(self) -> None: ...
-            def last(self, stage: str) -> None: ...
+            def last(self, stage: str) -> tuple[None, None]:
+                return None, None
 
         self.pings = Pings
 
         def sleep(seconds: float) -> None:
             self.server.now += seconds
             self.pauses.append(seconds)
-            self.states.append(self.health.report()[1]["state"])
+            self.states.append(self.supervisor.report()["state"])
 
         monkeypatch.setattr(supervisor_module, "Pinger", Pings)
         monkeypatch.setattr(supervisor_module.time, "monotonic", lambda: self.server.now)
         self.supervisor = Supervisor(
             self.server,  # type: ignore[arg-type]
             Supervision(look_interval_s=0.25, **settings),
-            self.health,
             lambda line, error: self.lines.append(line),
             lambda seconds: self.lines.append("ready"),
         )
@@ -108,8 +106,8 @@ def test_a_crash_loop_ends_after_growing_pauses(monkeypatch: pytest.MonkeyPatch)
     assert reason == "a stage died; giving up after 5 restarts within 300 s"
     assert run.restart_pauses() == [0.0, 0.5, 1.0, 2.0, 4.0]
     assert run.server.done == ["start", "kill"] * 6 + ["stop"] and run.lines.count("ready") == 6
-    ready, page = run.health.report()
-    assert not ready and (page["state"], page["reason"], page["restarts"]) == ("failed", reason, 5)
+    page = run.supervisor.report()
+    assert (page["state"], page["reason"], page["restarts"]) == ("failed", reason, 5)
     assert [line for line in run.lines if "restarting" in line][1] == ("a stage died; restarting in 0.5 s (restart 2)")
     assert set(run.states) == {"failed", "restarting"}  # this server's process never lives
 
@@ -118,7 +116,7 @@ def test_rare_deaths_are_forgiven_for_ever(monkeypatch: pytest.MonkeyPatch) -> N
     run = Run(monkeypatch, [200.0] * 30 + [KeyboardInterrupt()])
     with pytest.raises(KeyboardInterrupt):
         run.supervisor.run()
-    assert run.health.restarts == 30 and max(run.restart_pauses()) == 0.5
+    assert run.supervisor.report()["restarts"] == 30 and max(run.restart_pauses()) == 0.5
 
 
 def test_a_start_that_fails_counts_as_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,13 +132,13 @@ def test_the_first_start_must_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, [ConfigError("no models")])
     with pytest.raises(ConfigError, match="no models"):
         run.supervisor.run()
-    assert run.health.report()[1]["state"] == "failed" and run.server.done == ["start", "stop"]
+    assert run.supervisor.report()["state"] == "failed" and run.server.done == ["start", "stop"]
 
 
 def test_without_restarts_the_first_death_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, [1.0], restart=False)
     assert run.supervisor.run() == "a stage died"
-    assert run.server.done == ["start", "kill", "stop"] and run.health.report()[1]["state"] == "failed"
+    assert run.server.done == ["start", "kill", "stop"] and run.supervisor.report()["state"] == "failed"
 
 
 def test_a_server_that_goes_silent_at_once_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +160,8 @@ def test_a_stop_ends_the_watch_and_leaves_the_state_at_stopping(monkeypatch: pyt
     run.supervisor.stop()
     thread.join(10)
     assert run.lines == ["ready", "ended: None"] and run.server.done == ["start", "abort", "stop"]
-    assert run.health.report()[1]["state"] == "stopping"
+    run.supervisor._enter("ready")  # as a thread may that was about to
+    assert run.supervisor.report()["state"] == "stopping"
 
 
 def test_a_stop_during_a_restart_is_no_failure_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,12 +176,12 @@ def test_a_stop_during_a_restart_is_no_failure_of_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(run.server, "start", stopped_the_second_time)
     assert run.supervisor.run() is None
     assert run.lines == ["ready", "a stage died; restarting (restart 1)"]
-    assert run.health.report()[1]["state"] == "stopping"
+    assert run.supervisor.report()["state"] == "stopping"
 
 
 def test_the_page_shows_a_dead_process_before_anybody_acts(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, [1.0])
-    page = run.health.report()[1]
+    page = run.supervisor.report()
     assert page["stages"]["vlm_0_0"] == {
         "alive": False,
         "pid": 2**30,
@@ -190,6 +189,6 @@ def test_the_page_shows_a_dead_process_before_anybody_acts(monkeypatch: pytest.M
         "last_ping_age_s": None,
     }
     assert page["state"] == "starting" and page["grpc"] == "g"
-    run.health.enter("ready")
-    ready, page = run.health.report()
-    assert not ready and (page["state"], page["reason"]) == ("failed", "the process of vlm_0_0 died")
+    run.supervisor._enter("ready")
+    page = run.supervisor.report()
+    assert (page["state"], page["reason"]) == ("failed", "the process of vlm_0_0 died")

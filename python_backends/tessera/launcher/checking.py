@@ -5,11 +5,13 @@ Their own readers read it, of its weights only what the headers of the files say
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -18,6 +20,8 @@ from tessera.errors import CheckpointError, TesseraError
 from tessera.launcher.settings import LANGUAGE, PREPROCESS, VISION, ServerSetup
 from tessera.models.registry import read_config, vision_tensors
 from tessera.settings.gpu import GIB, weights_of
+from tessera.settings.user_cache import cache_folder, is_kept, remove_unused, write_whole
+from tessera_wire.command_line import VERSION
 
 if TYPE_CHECKING:
     from tessera.checkpoint.config import CheckpointConfig
@@ -39,7 +43,7 @@ def judge(setup: ServerSetup) -> str:
     Raises CheckpointError, in one paragraph with all that is wrong with it, or that does not go with the settings.
     """
 
-    folder = Path(next(each.value for each in setup.effective if each.name == "checkpoint"))
+    folder = _folder(setup)
     faults: list[str] = []
 
     def attempt(read: Callable[[], Part]) -> Part | None:
@@ -73,12 +77,22 @@ def judge(setup: ServerSetup) -> str:
 def fault(setup: ServerSetup) -> str | None:
     """Why a server of this setup would serve nothing, in one paragraph; None if nothing speaks against it.
 
-    Judged in a process of its own: what the readers import is not for the launcher to hold while a server runs.
+    Judged in a process of its own: what the readers import is not for the launcher to hold while a server runs. That
+    takes seconds, so it is remembered that nothing did, as long as settings and files are the same.
     """
+    files = [(path.name, path.stat()) for path in sorted(_folder(setup).glob("*")) if path.is_file()]
+    seen = repr((VERSION, setup, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]))
+    kept = cache_folder() / "checks" / hashlib.blake2b(seen.encode(), digest_size=16).hexdigest()
+    if is_kept(kept):
+        return None
     command = [sys.executable, "-m", "tessera.launcher.checking"]
     run = subprocess.run(command, input=pickle.dumps(setup), capture_output=True)
     if run.returncode == 0:
-        return json.loads(run.stdout.splitlines()[-1])
+        if (found := json.loads(run.stdout.splitlines()[-1])) is None:
+            with suppress(OSError):
+                write_whole(kept, Path.touch)
+                remove_unused(kept.parent.iterdir())
+        return found
     # No verdict: the stages will give theirs.
     told = run.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {run.returncode}"]
     print(f"tessera: the checkpoint was not checked before the start: {told[-1]}", file=sys.stderr, flush=True)
@@ -94,6 +108,10 @@ def main() -> None:
     except TesseraError as error:
         found = str(error)
     print(json.dumps(found))
+
+
+def _folder(setup: ServerSetup) -> Path:
+    return Path(next(each.value for each in setup.effective if each.name == "checkpoint"))
 
 
 def _memory(folder: Path, setup: ServerSetup, found: Sequence[Found]) -> str:

@@ -21,7 +21,7 @@ from tessera.checkpoint.files import find_checkpoint
 from tessera.errors import TesseraError
 from tessera.launcher import checking
 from tessera.launcher.gateway import Gateway
-from tessera.launcher.health import HealthPort
+from tessera.launcher.health import health_port
 from tessera.launcher.options import ServerOptions, one_per_gpu
 from tessera.launcher.process import Server
 from tessera.launcher.settings import ServerSetup, python_processes, shortage
@@ -75,7 +75,7 @@ def serve_main(argv: Sequence[str] | None = None, gateway_options: GatewayOption
             say(scarce, error=True)
         if setup.division:
             say(setup.division.describe())
-        with HealthPort(fleet.health, options.host, supervision.health_port):
+        with health_port(fleet.report, options.host, supervision.health_port) as fleet.health_url:
             if flags.verbose:
                 for server in fleet.servers:
                     threading.Thread(target=follow_log, args=(server,), daemon=True).start()

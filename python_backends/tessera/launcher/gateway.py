@@ -6,7 +6,6 @@ The launcher knows its command line alone: the server's package stands below the
 from __future__ import annotations
 
 import importlib.util
-import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from tessera.errors import ConfigError, TesseraError
 from tessera.launcher.child import Child, Restarts
-from tessera.launcher.options import cannot_listen
+from tessera.launcher.options import listen
 
 NEEDS = ("tessera_gateway", "fastapi", "uvicorn")
 READY_S = 60.0
@@ -34,13 +33,7 @@ class Gateway:
         missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
         if missing:
             raise ConfigError(f"the gateway needs {', '.join(missing)}, not installed here; --openai-port 0 for none")
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:  # now, not after the servers
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                trial.bind((host, port))
-                trial.listen()
-            except OSError as error:
-                raise cannot_listen(host, port, "--openai-port", error) from error
+        listen(host, port, "--openai-port").close()  # now, not after the servers
         if options:
             _check(options)
         self.url = ""

@@ -178,8 +178,8 @@ PICKED = (20_000, 32_768)
 TRIES = 20
 
 
-def choose_ports(options: ServerOptions) -> tuple[int, int, int]:
-    """(HTTP, gRPC, metrics): as asked, or free ones for 0. Raises ConfigError for one that is taken."""
+def choose_ports(options: ServerOptions) -> ServerOptions:
+    """With the ports as asked, or free ones for 0. Raises ConfigError for one that is taken."""
     with ExitStack() as held:
         return hold_ports(options, held)
 
@@ -196,7 +196,7 @@ def one_per_gpu(options: ServerOptions, gpus: Sequence[str]) -> list[ServerOptio
             environment = {**options.environment, "CUDA_VISIBLE_DEVICES": gpu}
             own = replace(options, name=f"gpu{gpu}", environment=environment)
             own = with_ports(own, [port and port + APART * number for port in ports_of(options)])
-            each.append(with_ports(own, hold_ports(own, held)))
+            each.append(hold_ports(own, held))
     return each
 
 
@@ -211,42 +211,36 @@ def with_ports(options: ServerOptions, ports: Sequence[int]) -> ServerOptions:
     return replace(options, http_port=http, grpc_port=grpc, metrics_port=metrics)
 
 
-def hold_ports(options: ServerOptions, held: ExitStack) -> tuple[int, int, int]:
+def hold_ports(options: ServerOptions, held: ExitStack) -> ServerOptions:
     """As :func:`choose_ports`; nobody else can have them until ``held`` is closed."""
-    http, grpc, metrics = (
-        _hold(options, flag, port, held) if port else _hold_a_free_one(options, flag, held)
-        for flag, port in zip(FLAGS, ports_of(options), strict=True)
-    )
-    return http, grpc, metrics
+    ports = []
+    for flag, asked in zip(FLAGS, ports_of(options), strict=True):
+        whose = f"{flag} of {options.name}" if options.name else flag
+        for tries_left in reversed(range(1 if asked else TRIES)):
+            port = asked or random.randrange(*PICKED)
+            try:
+                held.enter_context(listen(options.host, port, whose))
+                break
+            except ConfigError:
+                if not tries_left:
+                    raise
+        ports.append(port)
+    return with_ports(options, ports)
 
 
-def _hold_a_free_one(options: ServerOptions, flag: str, held: ExitStack) -> int:
-    for _ in range(TRIES):
-        try:
-            return _hold(options, flag, random.randrange(*PICKED), held)
-        except ConfigError as error:
-            taken = error
-    raise taken
-
-
-def _hold(options: ServerOptions, flag: str, port: int, held: ExitStack) -> int:
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    bound = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+def listen(host: str, port: int, flag: str) -> socket.socket:
+    """A socket that listens there. Raises ConfigError, which names the flag by which the user asked for it."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind((options.host, port))
+        bound.bind((host, port))
         bound.listen()  # the port of a connection that just closed may be taken again, a listener's not
     except OSError as error:
-        whose = f" of {options.name}" if options.name else ""
-        raise cannot_listen(options.host, port, flag + whose, error) from error
-    return port
-
-
-def cannot_listen(host: str, port: int, flag: str, error: OSError) -> ConfigError:
-    """The refusal of a port that the user asked for."""
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(
+        bound.close()
+        if error.errno != errno.EADDRINUSE:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror} (--host, {flag})") from error
+        raise ConfigError(
             f"port {port} on {host} is already in use ({flag}): stop what listens there, or choose another port (0 "
             "picks a free one)"
-        )
-    return ConfigError(f"cannot listen on {host}:{port}: {error.strerror} (--host, {flag})")
+        ) from error
+    return bound

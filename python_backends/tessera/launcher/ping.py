@@ -44,24 +44,27 @@ class Ping:
     sign: str | None = None
 
 
+@dataclass(eq=False)
 class Pinger:
     """Pings every stage of one running server, one at a time a stage, each on its own thread.
 
     ``metrics_url``: of the server's metrics page.
     """
 
-    def __init__(self, url: str, metrics_url: str, models: Sequence[str], interval_s: float, timeout_s: float):
-        self._url, self._metrics_url = url, metrics_url
-        self._models = models
-        self._interval_s = interval_s
-        self._timeout_s = timeout_s
+    url: str
+    metrics_url: str
+    models: Sequence[str]
+    interval_s: float
+    timeout_s: float
+
+    def __post_init__(self) -> None:
         self._stopped = threading.Event()
         self._answers: dict[str, tuple[float, float]] = {}
         self._failure: str | None = None
 
     def start(self) -> Pinger:
         """Finds out which models take pings and begins. Raises NoAnswer if the server does not say."""
-        configurations = (self._json(f"/v2/models/{model}/config") for model in self._models)
+        configurations = (self._json(f"/v2/models/{model}/config") for model in self.models)
         pings = [made for configuration in configurations if (made := ping_of(configuration))]
         for ping in [Ping(SERVER, "/v2/health/live"), *pings]:
             threading.Thread(target=self._watch, args=(ping,), name=f"ping-{ping.stage}", daemon=True).start()
@@ -75,10 +78,12 @@ class Pinger:
         """Which stage is dead, or None."""
         return self._failure
 
-    def last(self, stage: str) -> tuple[float, float] | None:
-        """(round trip in milliseconds, age in seconds) of the stage's last answer; None before the first."""
-        answer = self._answers.get(stage)
-        return None if answer is None else (answer[0], time.monotonic() - answer[1])
+    def last(self, stage: str) -> tuple[float | None, float | None]:
+        """(round trip in milliseconds, age in seconds) of the stage's last answer, rounded; Nones before the first."""
+        if stage not in self._answers:
+            return None, None
+        milliseconds, answered = self._answers[stage]
+        return round(milliseconds, 2), round(time.monotonic() - answered, 1)
 
     def _watch(self, ping: Ping) -> None:
         alive = time.monotonic()
@@ -87,17 +92,17 @@ class Pinger:
             work = None
             try:
                 work = self._work(ping)
-                request(self._url + ping.path, self._timeout_s, ping.body)
+                request(self.url + ping.path, self.timeout_s, ping.body)
                 alive = time.monotonic()
                 self._answers[ping.stage] = ((alive - asked) * 1e3, alive)
             except NoAnswer as error:
                 if self._excused(ping, error, work):
                     alive = time.monotonic()
-                elif time.monotonic() - alive >= self._timeout_s:
-                    self._failure = f"{ping.stage} has not answered for {self._timeout_s:g} s ({error})"
+                elif time.monotonic() - alive >= self.timeout_s:
+                    self._failure = f"{ping.stage} has not answered for {self.timeout_s:g} s ({error})"
                     return
             # A ping that waited long for nothing is followed by the next one soon.
-            self._stopped.wait(max(0.1, self._interval_s - (time.monotonic() - asked)))
+            self._stopped.wait(max(0.1, self.interval_s - (time.monotonic() - asked)))
 
     def _excused(self, ping: Ping, error: NoAnswer, before: tuple[int, list[str]] | None) -> bool:
         """Whether the stage has done other work meanwhile, or is not loaded at all (somebody's decision)."""
@@ -116,12 +121,12 @@ class Pinger:
         signs: list[str] = []
         if ping.sign:
             with suppress(NoAnswer):  # a server may go without its metrics
-                page = request(self._metrics_url, min(QUESTION_TIMEOUT_S, self._timeout_s)).decode()
+                page = request(self.metrics_url, min(QUESTION_TIMEOUT_S, self.timeout_s)).decode()
                 signs = [line for line in page.splitlines() if line.startswith(ping.sign)]
         return count, signs
 
     def _json(self, path: str) -> Any:
-        return json.loads(request(self._url + path, min(QUESTION_TIMEOUT_S, self._timeout_s)))
+        return json.loads(request(self.url + path, min(QUESTION_TIMEOUT_S, self.timeout_s)))
 
 
 def request(url: str, timeout_s: float, body: bytes | None = None) -> bytes:

@@ -31,7 +31,6 @@ from tessera.launcher.options import (
     ports_of,
     server_environment,
     server_flags,
-    with_ports,
 )
 from tessera.launcher.ping import NoAnswer, request
 from tessera.launcher.settings import SHARED_MEMORY, ServerSetup, lay_out
@@ -87,8 +86,8 @@ class Server:
         self._guard: Child | None = None
         self.shm_prefix = ""
         """What the names of this server's files in /dev/shm begin with."""
-        self._status: int | None = None
-        self._why: str | None = None
+        self._end: dict[str, Any] = {}
+        """What the guard said when the server had ended; empty while it runs, and where the guard was killed."""
         self._stubs: dict[int, str] = {}
         self._unloaded: set[str] = set()
         self._runs = 0
@@ -128,7 +127,7 @@ class Server:
         asked = self.options
         while True:
             try:
-                self.options = with_ports(asked, choose_ports(asked))
+                self.options = choose_ports(asked)
                 self._spawn()
                 self._wait_ready()
                 return self
@@ -210,7 +209,7 @@ class Server:
 
     def _spawn(self) -> None:
         self.shm_prefix = f"tessera-{uuid.uuid4().hex[:12]}-"
-        self._status = self._why = None
+        self._end = {}
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         if self.options.log_path is None:
             remove_old_logs(self.log_path.parent)
@@ -314,25 +313,22 @@ class Server:
     def _last_words(self, process: Child) -> str:
         """How the server ended, for a guard that has ended."""
         self._read_end(process.stop())
-        if self._why is not None:
-            return self._why
-        if self._status is None:
-            return "its guard process was killed"
-        code = os.waitstatus_to_exitcode(self._status)
+        why, status = self._end.get("why"), self._end.get("status")
+        if why is not None or status is None:
+            return why or "its guard process was killed"
+        code = os.waitstatus_to_exitcode(status)
         return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
     def _crashed(self) -> bool:
         """Whether the server that ended crashed by itself: by such a signal, and its log blames nothing."""
-        status = self._status
-        if status is None or not os.WIFSIGNALED(status) or os.WTERMSIG(status) not in CRASHES:
-            return False
-        return explain_log(self.read_log()) is None
+        status = self._end.get("status")
+        return status is not None and os.WTERMSIG(status) in CRASHES and explain_log(self.read_log()) is None
 
     def _read_end(self, lines: Sequence[str]) -> None:
         """Takes the guard's last line, where there is one."""
         for line in lines:
-            end = json.loads(line)
-            self._status, self.removed, self._why = end["status"], tuple(end["removed"]), end["why"]
+            self._end = json.loads(line)
+            self.removed = tuple(self._end["removed"])
 
 
 def log_path(options: ServerOptions) -> Path:

@@ -1,6 +1,16 @@
-"""Keeps one server serving: starts it, watches it, and starts it again when a stage or the server itself dies.
+"""The launcher's one health model: what state a server is in, who observes it, who decides, who acts, who is told.
 
-All servers of one launcher: each has a supervisor on a thread of its own, and is restarted without the others.
+=========== ==================================================================================================
+starting    until all its models answer for the first time; what fails then ends it (``failed``)
+ready       observed twice a second: do its processes live (``Server.failure``), do its stages answer (``Pinger``)
+restarting  one of them said why not; it is killed and started again, after pauses that grow
+failed      it died too often, or may not be restarted
+stopping    it was told to stop; no other state follows
+=========== ==================================================================================================
+
+:class:`Supervisor` decides and acts, for one server and on a thread of its own; what ends processes is the guard.
+:class:`Fleet` has all servers of one launcher, of which each is restarted without the others, and the gateway beside
+them. The health page (health.py) is told.
 """
 
 from __future__ import annotations
@@ -10,13 +20,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import partial
-from typing import Any
 
 from tessera.errors import TesseraError
 from tessera.launcher.child import Restarts
 from tessera.launcher.gateway import Gateway
-from tessera.launcher.health import Health, ServiceHealth
+from tessera.launcher.health import Page, service_page
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.ping import SERVER, NoAnswer, Pinger
 from tessera.launcher.process import Server, command_line, model_of
@@ -55,70 +65,86 @@ class Supervisor:
 
     server: Server
     supervision: Supervision
-    health: Health
     say: Callable[[str, bool], None]
     ready: Callable[[float], None]
 
     def __post_init__(self) -> None:
+        self._page: Page = {"state": "starting", "since": now(), "restarts": 0, "reason": ""}
+        self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._pinger: Pinger | None = None
         self._restarts = Restarts(self.supervision.restart_window_s)
-        self.health.details = self.details
 
     def run(self) -> str | None:
         """Returns why it gave up, or None after :meth:`stop`; nothing of the server is left then.
 
         Raises what Server.start does if even the first start fails.
         """
+        supervision = self.supervision
         try:
             self._start()
+            reason: str | None = None
             while True:
-                reason: str | None = self._watch()
-                while reason is not None:
-                    self._kill()
-                    if verdict := self._verdict(reason):
-                        self.health.enter("failed", verdict)
-                        return verdict
+                reason = reason or self._watch()
+                # Not "ready" from now on, whatever comes next.
+                self._enter("restarting" if supervision.restart else "failed")
+                self._stop_pings()
+                self.server.kill()
+                if (recent := self._restarts.recent()) >= supervision.max_restarts and supervision.restart:
+                    reason += f"; giving up after {recent} restarts within {supervision.restart_window_s:g} s"
+                elif supervision.restart:
                     reason = self._restart(reason)
+                    continue
+                self._enter("failed", reason)
+                return reason
         except Stopped:
             return None
         except TesseraError as error:
             if self._stopped.is_set():
                 return None
-            self.health.enter("failed", str(error))
+            self._enter("failed", str(error))
             raise
         finally:
-            if self._pinger is not None:
-                self._pinger.stop()
+            self._stop_pings()
             self.server.stop()
 
     def stop(self) -> None:
         """Makes :meth:`run`, in its own thread, stop the server in order and return."""
-        self.health.enter("stopping")
+        self._enter("stopping")
         self._stopped.set()
         self.server.abort()
 
-    def details(self) -> dict[str, Any]:
-        """The part of the health page that is looked up when asked for."""
-        server, pinger = self.server, self._pinger
-        stages = {SERVER: server.pid, **server.stages()} if server.pid else server.stages()
-        return {
-            "grpc": server.grpc_url,
-            "http": server.http_url,
-            "metrics": server.metrics_url,
-            "mps": server.mps,
-            "weights": server.weights,
-            "stages": {name: stage_report(name, pid, pinger) for name, pid in stages.items()},
-        }
+    def report(self) -> Page:
+        """The server's page, its stages as they are now."""
+        server, page, stages = self.server, self._page, {}
+        pids = {SERVER: server.pid} if server.pid else {}
+        for name, pid in (pids | server.stages()).items():
+            # Instances of a model share its pings, for the server shares these out.
+            ms, age = self._pinger.last(name if name == SERVER else model_of(name)) if self._pinger else (None, None)
+            alive = bool(command_line(pid))
+            stages[name] = {"alive": alive, "pid": pid, "last_ping_ms": ms, "last_ping_age_s": age}
+        dead = [name for name, stage in stages.items() if not stage["alive"]]
+        if page["state"] == "ready" and dead:  # looked for twice a second; the page knows at once
+            page = page | {"state": "failed", "since": now(), "reason": f"the process of {', '.join(dead)} died"}
+        addresses = {"grpc": server.grpc_url, "http": server.http_url, "metrics": server.metrics_url}
+        return page | addresses | {"mps": server.mps, "weights": server.weights, "stages": stages}
+
+    def _enter(self, state: str, reason: str | None = None, restarts: int = 0) -> None:
+        """``reason`` says why, and stays until there is another one; ``restarts``: more of them."""
+        with self._lock:
+            page = self._page
+            if page["state"] != "stopping":
+                new = {"state": state, "restarts": page["restarts"] + restarts}
+                new |= {} if state == page["state"] else {"since": now()}
+                self._page = page | new | ({} if reason is None else {"reason": reason})
 
     def _start(self, *attempts: int) -> None:
         began = time.monotonic()
-        server = self.server.start(*attempts)
+        server, supervision = self.server.start(*attempts), self.supervision
         if server.cleaned_up:
             self.say(f"removed {len(server.cleaned_up)} leftovers of a server that was killed", False)
         for crash in server.crashes:
             self.say(f"{crash}; started again", True)
-        supervision = self.supervision
         times = supervision.ping_interval_s, supervision.ping_timeout_s
         pinger = Pinger(server.http_url, server.metrics_url, server.models, *times)
         try:
@@ -126,7 +152,7 @@ class Supervisor:
         except NoAnswer as error:
             server.kill()
             raise TesseraError(f"the server was ready, and then did not answer: {error}") from error
-        self.health.enter("ready")
+        self._enter("ready")
         self.ready(time.monotonic() - began)
 
     def _watch(self) -> str:
@@ -140,28 +166,16 @@ class Supervisor:
         if self._stopped.wait(seconds):
             raise Stopped
 
-    def _kill(self) -> None:
-        # Not "ready" from now on, whatever comes next.
-        self.health.enter("restarting" if self.supervision.restart else "failed")
+    def _stop_pings(self) -> None:
         if self._pinger is not None:
             self._pinger.stop()
-        self.server.kill()
-
-    def _verdict(self, reason: str) -> str | None:
-        """Why not to restart after this failure; None if there is nothing against it."""
-        if not self.supervision.restart:
-            return reason
-        if (recent := self._restarts.recent()) >= self.supervision.max_restarts:
-            return f"{reason}; giving up after {recent} restarts within {self.supervision.restart_window_s:g} s"
-        return None
 
     def _restart(self, reason: str) -> str | None:
         """One attempt; returns why it failed, or None when the server is ready again."""
         pause = self._restarts.next_pause()
-        self.health.restarted()
-        self.health.enter("restarting", reason)
+        self._enter("restarting", reason, restarts=1)
         later = f" in {pause:g} s" if pause else ""
-        self.say(f"{reason}; restarting{later} (restart {self.health.restarts})", True)
+        self.say(f"{reason}; restarting{later} (restart {self._page['restarts']})", True)
         self._sleep(pause)
         try:
             self._start(1)  # more would come without a pause
@@ -170,17 +184,6 @@ class Supervisor:
                 raise Stopped from error
             return str(error)
         return None
-
-
-def stage_report(name: str, pid: int, pinger: Pinger | None) -> dict[str, Any]:
-    """One stage on the health page. Instances of a model share its pings, for the server shares these out."""
-    last = pinger.last(name if name == SERVER else model_of(name)) if pinger else None
-    return {
-        "alive": bool(command_line(pid)),
-        "pid": pid,
-        "last_ping_ms": None if last is None else round(last[0], 2),
-        "last_ping_age_s": None if last is None else round(last[1], 1),
-    }
 
 
 class Fleet:
@@ -198,20 +201,18 @@ class Fleet:
         progress: Progress | None = None,
     ):
         self.servers = [Server(each) for each in options]
+        self.health_url = ""
+        """Where the page is served."""
+        self._supervision, self._say, self._gateway = supervision, say, gateway
         self._progress = progress or Progress()
-        for server in self.servers:
-            server.watch_log = partial(self._progress.read, server.options.name)
-        self.health = ServiceHealth({server.options.name: Health() for server in self.servers})
-        self._supervision = supervision
-        self._say = say
         self._supervisors = [self._supervisor(server) for server in self.servers]
         self._threads: list[threading.Thread] = []
-        self._gateway = gateway
-        self._ends: queue.SimpleQueue[tuple[Server, str | Exception] | None] = queue.SimpleQueue()
-        """Why each server ended; None once all are ready for the first time."""
-        self._began = 0.0
-        self._lock = threading.Lock()
-        self._starting = set(self.health.servers)
+        self._events: queue.SimpleQueue[tuple[Server, float | str | Exception]] = queue.SimpleQueue()
+        """Of each server, after how many seconds it was ready, and at last why it ended."""
+
+    def report(self) -> Page:
+        """The health page."""
+        return service_page({each.server.options.name: each.report() for each in self._supervisors})
 
     def run(self) -> str:
         """Starts all servers at once and returns why none, or without restarts one, can be kept up.
@@ -219,28 +220,31 @@ class Fleet:
         Raises TesseraError if the first start of any, or of the gateway, fails. However it ends, :meth:`stop` is to
         follow.
         """
-        self._began = time.monotonic()
+        began = time.monotonic()
         for supervisor in self._supervisors:
-            name = supervisor.server.options.name
-            thread = threading.Thread(target=self._keep, args=(supervisor,), name=f"supervisor-{name}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        running = len(self._supervisors)
+            name = f"supervisor-{supervisor.server.options.name}"
+            self._threads.append(threading.Thread(target=self._keep, args=(supervisor,), name=name, daemon=True))
+            self._threads[-1].start()
+        running, starting = len(self.servers), set(self.servers)
         while True:
-            event = self._ends.get()
-            if event is None:
-                self._open()
-                continue
-            server, end = event
-            if isinstance(end, TesseraError):
-                raise TesseraError(named(server, str(end))) from end
-            if isinstance(end, Exception):
-                raise end
-            reason = f"{named(server, end)} (log: {server.log_path})"
-            running -= 1
-            if not running or not self._supervision.restart:
-                return reason
-            self._say(f"stopped: {reason}; the other servers go on", True)
+            server, event = self._events.get()
+            if isinstance(event, TesseraError):
+                raise TesseraError(named(server, str(event))) from event
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, str):
+                reason = f"{named(server, event)} (log: {server.log_path})"
+                running -= 1
+                if not running or not self._supervision.restart:
+                    return reason
+                self._say(f"stopped: {reason}; the other servers go on", True)
+            elif server in starting:  # one line when all are ready for the first time
+                starting.remove(server)
+                if not starting:
+                    self._open()
+                    self._say(self._addresses(self.servers, time.monotonic() - began), False)
+            elif not starting:  # then one for each that is ready again
+                self._say(named(server, self._addresses([server], event)), False)
 
     def stop(self) -> None:
         """Stops the gateway, whose last answers the servers still give, then all servers at the same time (10 s)."""
@@ -254,47 +258,35 @@ class Fleet:
                 thread.join()
 
     def _supervisor(self, server: Server) -> Supervisor:
+        server.watch_log = partial(self._progress.read, server.options.name)
         return Supervisor(
             server,
             self._supervision,
-            self.health.servers[server.options.name],
             lambda message, error: self._say(named(server, message), error),
-            lambda seconds: self._ready(server, seconds),
+            lambda seconds: self._events.put((server, seconds)),
         )
 
     def _keep(self, supervisor: Supervisor) -> None:
         try:
             if (reason := supervisor.run()) is not None:
-                self._ends.put((supervisor.server, reason))
+                self._events.put((supervisor.server, reason))
         except Exception as error:  # to the thread that waits in run()
-            self._ends.put((supervisor.server, error))
-
-    def _ready(self, server: Server, seconds: float) -> None:
-        """One line when all are ready for the first time, then one for each that is ready again."""
-        with self._lock:
-            again = not self._starting
-            self._starting.discard(server.options.name)
-            if again:
-                self._say(named(server, self._addresses([server], seconds)), False)
-            elif not self._starting:
-                self._ends.put(None)
+            self._events.put((supervisor.server, error))
 
     def _open(self) -> None:
-        """Starts the gateway, and says where everything is."""
+        """Starts the gateway."""
         if self._gateway is not None:
-            servers = self.servers
             self._progress.gateway(ready=False)
-            self._gateway.start([each.grpc_url for each in servers], [each.metrics_url for each in servers])
+            self._gateway.start([each.grpc_url for each in self.servers], [each.metrics_url for each in self.servers])
             self._progress.gateway(ready=True)
         self._progress.end()
-        self._say(self._addresses(self.servers, time.monotonic() - self._began), False)
 
     def _addresses(self, servers: Sequence[Server], seconds: float) -> str:
         door = f"openai {self._gateway.url}, " if self._gateway is not None and servers is self.servers else ""
         return (
             f"ready in {seconds:.1f} s: grpc {','.join(each.grpc_url for each in servers)}, "
             f"http {','.join(each.http_url for each in servers)}, "
-            f"metrics {','.join(each.metrics_url for each in servers)}, health {self.health.url}, "
+            f"metrics {','.join(each.metrics_url for each in servers)}, health {self.health_url}, "
             f"{door}"
             f"models {' '.join(servers[0].models)}, log {','.join(str(each.log_path) for each in servers)}"
         )
@@ -303,3 +295,7 @@ class Fleet:
 def named(server: Server, message: str) -> str:
     """The message with the server's name in front, if it has one."""
     return f"{server.options.name}: {message}" if server.options.name else message
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
