@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import httpx
 import pytest
 from gateway_doubles import started
-from server.server_metrics import read, total
+from server.http_door import read, total
 
 from tessera.launcher.guard import descendants
 from tessera.launcher.process import Server, command_line

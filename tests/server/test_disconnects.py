@@ -12,9 +12,9 @@ import sys
 import time
 
 import cv2
+import http_door
 import numpy as np
 import pytest
-import server_metrics
 
 from tessera_client import AsyncClient, Client
 
@@ -77,11 +77,11 @@ time.sleep(600)
 
 
 def running(server) -> float:
-    return server_metrics.total(server_metrics.read(server.metrics_url), "tessera_requests_in_flight")
+    return http_door.total(http_door.read(server.metrics_url), "tessera_requests_in_flight")
 
 
 def ended(server, reason: str) -> float:
-    return server_metrics.read(server.metrics_url).get(f'tessera_requests_total{{reason="{reason}"}}', 0)
+    return http_door.read(server.metrics_url).get(f'tessera_requests_total{{reason="{reason}"}}', 0)
 
 
 def wait_for(server, wanted: float, seconds: float) -> None:
@@ -191,7 +191,7 @@ def crowd(count: int) -> list[bytes]:
 
 
 def waiting_at_preprocess(server) -> float:
-    page = server_metrics.read(server.metrics_url)
+    page = http_door.read(server.metrics_url)
     return page.get('nv_inference_pending_request_count{model="preprocess",version="1"}', 0)
 
 

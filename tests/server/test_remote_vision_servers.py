@@ -12,9 +12,9 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import http_door
 import numpy as np
 import pytest
-import server_metrics
 import tritonclient.grpc as grpcclient
 
 import scene
@@ -62,12 +62,12 @@ def test_answers_are_those_of_a_local_stage_word_for_word(server: Server, eyes: 
     with Client(server.grpc_url) as local:
         expected = [local.ask(*job, max_tokens=12, logprobs=1) for job in jobs]
     asked = 'nv_inference_request_success{model="vision_encoder",version="1"}'
-    before = server_metrics.read(eyes.metrics_url)[asked]  # its warm-up
+    before = http_door.read(eyes.metrics_url)[asked]  # its warm-up
     answers = list(client.ask_many(jobs, concurrency=4, max_tokens=12, logprobs=1))
     assert [answer.text for answer in answers] == [answer.text for answer in expected]
     assert all(answer.timings.vision > 0 for answer in answers)
     assert client.ask(None, "Hello?", max_tokens=2).usage.image_tokens == 0
-    page = server_metrics.read(eyes.metrics_url)
+    page = http_door.read(eyes.metrics_url)
     assert page[asked] - before == 4
     assert any(name.startswith("tessera_vision_row_bytes") for name in page)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import queue
-import urllib.error
-import urllib.request
 
 import numpy as np
 import pytest
+from http_door import post
 
 pytestmark = pytest.mark.server
 
@@ -16,15 +15,6 @@ TEXT = "Describe the room."
 WANTED = {"max_tokens": 2, "ignore_eos": True}
 # What the server and its clients put beside a request; nothing of it is for a model.
 OWN = {"priority": 0, "timeout": 60_000_000, "binary_data_output": False}
-
-
-def post(url: str, body: dict) -> tuple[int, str]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 def answers(status: int, text: str) -> list[dict]:

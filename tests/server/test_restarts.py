@@ -8,14 +8,12 @@ import json
 import os
 import signal
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
+from http_door import post
 from toy_servers import COUNT, DYING, PINGED, Launched, add_model, all_gone, wait_until
 
 from tessera.launcher import guard
@@ -44,44 +42,27 @@ def launched(repository: Path, tmp_path: Path) -> Iterator[Launched]:
     running.process.communicate()
 
 
-def health(launched: Launched) -> dict[str, Any]:
-    try:
-        with urllib.request.urlopen(f"http://{launched.url('health')}/healthz", timeout=5) as page:
-            return json.load(page)
-    except urllib.error.HTTPError as error:
-        return json.load(error)
-
-
-def post(launched: Launched, path: str, body: bytes = b"") -> bytes:
-    connection = http.client.HTTPConnection(launched.url("http"), timeout=20)
-    connection.request("POST", path, body)
-    response = connection.getresponse()
-    data = response.read()
-    connection.close()
-    assert response.status == 200, data
-    return data
-
-
 def ask(launched: Launched, text: str) -> str:
     body = {"inputs": [{"name": "IN", "shape": [1], "datatype": "BYTES", "data": [text]}]}
-    answer = json.loads(post(launched, "/v2/models/pinged/infer", json.dumps(body).encode()))
-    return answer["outputs"][0]["data"][0]
+    status, answer = post(f"http://{launched.url('http')}/v2/models/pinged/infer", body)
+    assert status == 200, answer
+    return json.loads(answer)["outputs"][0]["data"][0]
 
 
 def test_a_stage_that_hangs_is_restarted_on_the_same_ports(
     launched: Launched, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = ["--url", launched.url("grpc"), "--health-url", launched.url("health")]
-    assert wait_until(lambda: health(launched)["stages"]["pinged_0_0"]["last_ping_ms"] is not None)
-    before = health(launched)
+    assert wait_until(lambda: launched.health()["stages"]["pinged_0_0"]["last_ping_ms"] is not None)
+    before = launched.health()
     assert before["state"] == "ready" and set(before["stages"]) == {"tritonserver", "count_0_0", "pinged_0_0"}
     os.kill(before["stages"]["pinged_0_0"]["pid"], signal.SIGSTOP)  # alive, and does nothing
-    assert wait_until(lambda: health(launched)["state"] == "restarting")
+    assert wait_until(lambda: launched.health()["state"] == "restarting")
     assert tessera(["status", *url]) == 3
     assert "restarting" in capsys.readouterr().out
-    assert wait_until(lambda: health(launched)["state"] == "ready")
+    assert wait_until(lambda: launched.health()["state"] == "ready")
     assert ask(launched, "again") == "again"  # at the address of the first line
-    after = health(launched)
+    after = launched.health()
     assert after["restarts"] == 1 and after["reason"].startswith("pinged has not answered for 2 s")
     assert after["stages"]["pinged_0_0"]["pid"] != before["stages"]["pinged_0_0"]["pid"]
     launched.process.terminate()
@@ -93,13 +74,13 @@ def test_a_stage_that_hangs_is_restarted_on_the_same_ports(
 def test_a_busy_stage_and_an_unloaded_model_are_left_alone(launched: Launched) -> None:
     with ThreadPoolExecutor(6) as pool:  # three seconds of work before the ping's turn, which has one
         assert list(pool.map(lambda _: ask(launched, "sleep"), range(6))) == ["sleep"] * 6
-    pid = health(launched)["stages"]["count_0_0"]["pid"]
-    post(launched, "/v2/repository/models/count/unload")
+    pid, models = launched.health()["stages"]["count_0_0"]["pid"], f"http://{launched.url('http')}/v2/repository/models"
+    post(f"{models}/count/unload", {})
     assert wait_until(lambda: all_gone([pid]))
     time.sleep(1.2)  # two looks at the processes
-    post(launched, "/v2/repository/models/count/load")
-    assert wait_until(lambda: health(launched)["stages"].get("count_0_0", {}).get("pid") not in (None, pid))
-    page = health(launched)
+    post(f"{models}/count/load", {})
+    assert wait_until(lambda: launched.health()["stages"].get("count_0_0", {}).get("pid") not in (None, pid))
+    page = launched.health()
     assert page["state"] == "ready" and page["restarts"] == 0 and page["stages"]["count_0_0"]["alive"]
 
 
@@ -108,7 +89,7 @@ def test_while_it_restarts_its_ports_refuse(launched: Launched) -> None:
     host, port = launched.url("http").split(":")
     os.kill(launched.server_pid, signal.SIGKILL)
     refused = 0
-    while not refused or health(launched)["state"] != "ready":
+    while not refused or launched.health()["state"] != "ready":
         connection = http.client.HTTPConnection(host, int(port), timeout=1.0)
         try:
             connection.request("GET", "/v2/health/live")
@@ -119,7 +100,7 @@ def test_while_it_restarts_its_ports_refuse(launched: Launched) -> None:
             refused += 1
         finally:
             connection.close()
-    assert "killed by signal 9" in health(launched)["reason"]
+    assert "killed by signal 9" in launched.health()["reason"]
 
 
 def test_a_crash_loop_is_given_up_with_one_clear_line(tmp_path: Path) -> None:

@@ -7,14 +7,12 @@ import json
 import os
 import shutil
 import signal
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from http_door import post
 from toy_servers import ECHO, Launched, add_model, all_gone, wait_until
 
 from clients import toy_model
@@ -86,17 +84,7 @@ def gpus(answers: list[Answer]) -> Counter[str]:
 
 def front(address: str, text: str) -> str:
     """What the front of the server at this HTTP address answers to a request without an id."""
-    body = json.dumps({"text_input": text}).encode()
-    with urllib.request.urlopen(f"{address}/v2/models/vlm_unary/generate", body, timeout=10) as answer:
-        return json.load(answer)["text_output"]
-
-
-def health(service: Launched) -> tuple[int, dict[str, Any]]:
-    try:
-        with urllib.request.urlopen(f"http://{service.url('health')}/healthz", timeout=5) as page:
-            return page.status, json.load(page)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+    return json.loads(post(f"{address}/v2/models/vlm_unary/generate", {"text_input": text})[1])["text_output"]
 
 
 def test_two_servers_share_the_work(service: Launched, repository: Path) -> None:
@@ -117,8 +105,8 @@ def test_two_servers_share_the_work(service: Launched, repository: Path) -> None
     with Client(grpc[1], models=Models(vlm="vlm_unary")) as client:
         assert gpus([client.ask(None, "q") for _ in range(3)]) == {"1": 3}
 
-    status, page = health(service)
-    assert (status, page["state"]) == (200, "ready") and list(page["servers"]) == ["gpu0", "gpu1"]
+    page = service.health()
+    assert page["state"] == "ready" and list(page["servers"]) == ["gpu0", "gpu1"]
     assert all(stage["alive"] for stage in page["stages"].values()) and len(page["stages"]) == 10
 
 
@@ -140,16 +128,16 @@ def test_a_killed_server_comes_back_and_the_other_does_its_work_meanwhile(
         assert [answer.text.split()[0] for answer in answers] == questions
         assert set(gpus(answers)) == {"0", "1"}
 
-        assert wait_until(lambda: health(service)[1]["servers"]["gpu0"]["state"] == "restarting")
-        status, page = health(service)
-        assert (status, page["state"], page["servers"]["gpu1"]["state"]) == (503, "restarting", "ready")
+        assert wait_until(lambda: service.health()["servers"]["gpu0"]["state"] == "restarting")
+        page = service.health()
+        assert (page["state"], page["servers"]["gpu1"]["state"]) == ("restarting", "ready")
         assert gpus([client.ask(None, "meanwhile") for _ in range(4)]) == {"1": 4}
         assert [gpu(front(http[1], "meanwhile")) for _ in range(4)] == ["1"] * 4
         assert tessera(["status", "--url", ",".join(grpc), "--health-url", service.url("health")]) == 3
         assert page["reason"].startswith("gpu0: ") and page["reason"] in capsys.readouterr().out
 
         gate.unlink()
-        assert wait_until(lambda: health(service)[0] == 200, 30)
+        assert wait_until(lambda: service.health()["state"] == "ready", 30)
         assert servers(service)[0] != first and servers(service)[1] == second
         assert wait_until(lambda: set(gpus([client.ask(None, "again") for _ in range(4)])) == {"0", "1"})
     assert gpu(front(http[0], "again")) == "0"

@@ -45,32 +45,31 @@ def job(url: str, pictures: list[bytes]) -> Iterator[Callable[[], int]]:
             each.result()
 
 
-def passed_by(server: Any, number: int, pictures: list[bytes] | None = None, **options: Any) -> int:
-    """How many of a job's answers came before a question's, which was asked after the first three."""
-    pictures = pictures or [picture(JOB * number + each) for each in range(JOB)]
-    url, models = options.pop("url", server.grpc_url), options.pop("models", Models())
-    asked = picture(-number)
-    with Client(url, models=models) as client:
-        client.ask(None, QUESTION, max_tokens=1)  # so that the connection is there
-        with job(server.grpc_url, pictures) as done:
-            before = done()
-            assert before < JOB / 2, "the job was over before the question was asked"
-            client.ask(asked, QUESTION, max_tokens=4, **options)
-            return done() - before
+def passed_by(server: Any, pictures: list[bytes], *questions: dict[str, Any]) -> list[int]:
+    """How many of one job's answers came before that of each question; the first is asked after the job's first three.
+
+    A question's ``url`` and ``models`` say at which door, the rest how it is asked.
+    """
+    waited = []
+    with job(server.grpc_url, pictures) as done:
+        for number, options in enumerate(questions, 1):
+            with Client(options.pop("url", server.grpc_url), models=options.pop("models", Models())) as client:
+                client.ask(None, QUESTION, max_tokens=1)  # so that the connection is there
+                before = done()
+                client.ask(picture(-number), QUESTION, max_tokens=4, **options)
+                waited.append(done() - before)
+        assert done() < JOB or waited[-1], "the job was over before the last question was asked"
+    return waited
 
 
 def test_a_question_waits_for_what_is_under_way_by_every_door(server):
-    waited = [
-        passed_by(server, 1),
-        passed_by(server, 2, models=Models(vlm="vlm_stream")),
-        passed_by(server, 3, url=server.http_url),  # vlm_unary
-    ]
-    equal = passed_by(server, 4, priority=10)
+    unary = {"url": server.http_url}
+    doors = {}, {"models": Models(vlm="vlm_stream")}, unary, {"priority": 10}
+    *waited, equal = passed_by(server, [picture(JOB + each) for each in range(JOB)], *doors)
     assert max(waited) < JOB / 8 and equal > JOB / 6, (waited, equal)
 
 
 def test_a_question_passes_large_pictures_that_wait_to_be_decoded(server):
     """All the same one, so that nothing but decoding takes time."""
-    large = [picture(9 * JOB, side=4000)] * JOB
-    waited, equal = passed_by(server, 9, large), passed_by(server, 10, large, priority=10)
+    waited, equal = passed_by(server, [picture(9 * JOB, side=4000)] * JOB, {}, {"priority": 10})
     assert waited < JOB / 8 and equal > JOB / 6, (waited, equal)

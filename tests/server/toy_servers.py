@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+from server.http_door import post
 
 import tessera
 from tessera.launcher.guard import descendants
@@ -167,6 +171,13 @@ class Launched:
     def url(self, protocol: str) -> str:
         """Address from the ready line: "host:port", without a path."""
         return self.ready_line.split(f"{protocol} ")[1].split(",")[0].removeprefix("http://").partition("/")[0]
+
+    def health(self) -> dict[str, Any]:
+        """The health page, whose status says whether it is ready."""
+        status, page = post(f"http://{self.url('health')}/healthz")
+        found: dict[str, Any] = json.loads(page)
+        assert status == (200 if found["state"] == "ready" else 503)
+        return found
 
     def regions(self) -> list[str]:
         flag = next(a for a in command_line(self.server_pid) if "shm-region-prefix-name=" in a)
