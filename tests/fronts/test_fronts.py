@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 from fakes.backend import InferenceRequest, Tensor, strings, wait_until
 
-from tessera.tritonserver.fronts import Stream, Unary
+from tessera.tritonserver.fronts import TritonPythonModel
 from tessera_wire import errors
 from tessera_wire.connection import Connection
 from tessera_wire.tensors import Tensor as Sent
 from tessera_wire.tensors import bytes_tensor, elements
 
-BOTH = [(Unary, "vlm_unary"), (Stream, "vlm_stream")]
+UNARY, STREAM = "vlm_unary", "vlm_stream"
+both = pytest.mark.parametrize("name", [UNARY, STREAM])
+QUESTION = strings("text_input", b"?")
 MESSAGES = Connection("127.0.0.1:9")._messages
 
 
@@ -39,7 +41,7 @@ LAST = answer_of("b", "stop", (9, 2, 4))
 
 
 class Ensemble:
-    """A line that answers with what `answer` yields, an error at the end or none, and notes what it was asked."""
+    """A line that answers with what `answer` gives, an error at the end or none, and notes what it was asked."""
 
     def __init__(self, answer: Callable[[str], Iterable[Any]]) -> None:
         self.answer = answer
@@ -60,12 +62,10 @@ class Ensemble:
         self.threads[-1].start()
 
     def work(self, request_id: str, deliver: Callable[[Any], None]) -> None:
-        try:
-            for message in self.answer(request_id):
-                deliver(message)
-        except errors.TesseraClientError as error:
-            deliver(error)
-        else:
+        message = None
+        for message in self.answer(request_id):
+            deliver(message)
+        if not isinstance(message, errors.TesseraClientError):
             deliver(None)
 
     def cancel(self, lease: str) -> None:
@@ -76,20 +76,37 @@ class Ensemble:
             thread.join()
 
 
-def started(kind, name, ensemble, monkeypatch):
-    front = kind()
-    monkeypatch.setattr(front, "open_line", lambda address: ensemble)
-    front.initialize({"model_name": name, "model_config": "{}", "model_repository": "/m"})
-    return front
+@pytest.fixture
+def relay(backend, monkeypatch):
+    """Has requests handed on by a front to an ensemble, until all are answered."""
+
+    def run(name: str, ensemble: Ensemble, *requests: InferenceRequest) -> list[dict[str, list]]:
+        """What the requests were answered with."""
+        front = TritonPythonModel()
+        monkeypatch.setattr(front, "open_line", lambda address: ensemble)
+        config = {"model_transaction_policy": {"decoupled": name == STREAM}}
+        front.initialize({"model_name": name, "model_config": json.dumps(config), "model_repository": "/m"})
+        front.execute(list(requests))
+        wait_until(lambda: all(request.sender.final for request in requests))
+        front.finalize()
+        return [outputs(response) for request in requests for response in request.sender.responses]
+
+    return run
 
 
-def outputs(response) -> dict[str, list]:
+def outputs(response) -> dict[str, Any]:
+    """By name; of an error its code and its words."""
+    if response.has_error():
+        return {"code": response.error().code(), "words": response.error().message()}
     return {tensor.name(): tensor.as_numpy().tolist() for tensor in response.output_tensors()}
 
 
-def test_unary_asks_for_one_response_and_hands_all_of_it_on(backend, monkeypatch):
+ANSWERED = {"text_output": [b"b"], "finish_reason": [b"stop"], "usage": [9, 2, 4], "timings": [0.5, 1.5]}
+BEGUN = {"text_output": [b"a"], "finish_reason": [b""], "usage": [0, 0, 0], "timings": [0.5, 1.5]}
+
+
+def test_unary_asks_for_one_response_and_hands_all_of_it_on(relay):
     ensemble = Ensemble(lambda _: [LAST])
-    front = started(Unary, "vlm_unary", ensemble, monkeypatch)
     given = [
         strings("text_input", b"?"),
         strings("image", b"one", b"two"),
@@ -97,42 +114,26 @@ def test_unary_asks_for_one_response_and_hands_all_of_it_on(backend, monkeypatch
         Tensor("stream", np.array([True])),
         Tensor("exclude_input_in_output", np.array([True])),
     ]
-    request = InferenceRequest(given, "mine")
-    front.execute([request])
-    front.finalize()
-    assert set(ensemble.requests) == {"mine"}
-    sent = ensemble.requests["mine"]
-    assert set(sent) == {"text_input", "image", "sampling_parameters", "stream", "exclude_input_in_output"}
-    assert list(elements(sent["image"].data)) == [b"one", b"two"] and sent["image"].shape == (2,)
-    assert list(elements(sent["text_input"].data)) == [b"?"]
-    assert list(elements(sent["sampling_parameters"].data)) == [b'{"seed": 1, "priority": 7}']
+    assert relay(UNARY, ensemble, InferenceRequest(given, "mine")) == [ANSWERED]
     assert ensemble.priorities == [7]
-    assert sent["stream"] == Sent("stream", "BOOL", (1,), b"\0")
-    assert sent["exclude_input_in_output"] == Sent("exclude_input_in_output", "BOOL", (1,), b"\1")
-    (response,) = request.sender.responses
-    assert request.sender.final
-    assert outputs(response) == {
-        "text_output": [b"b"],
-        "finish_reason": [b"stop"],
-        "usage": [9, 2, 4],
-        "timings": [0.5, 1.5],
+    assert ensemble.requests == {
+        "mine": {
+            "text_input": bytes_tensor("text_input", b"?"),
+            "image": bytes_tensor("image", b"one", b"two"),
+            "sampling_parameters": bytes_tensor("sampling_parameters", b'{"seed": 1, "priority": 7}'),
+            "stream": Sent("stream", "BOOL", (1,), b"\0"),
+            "exclude_input_in_output": Sent("exclude_input_in_output", "BOOL", (1,), b"\1"),
+        }
     }
 
 
-def test_stream_relays_every_response_and_then_ends(backend, monkeypatch):
+def test_stream_relays_every_response_and_then_ends(relay):
     ensemble = Ensemble(lambda _: [answer_of("a"), LAST])
-    front = started(Stream, "vlm_stream", ensemble, monkeypatch)
-    request = InferenceRequest([strings("text_input", b"?")])
-    front.execute([request])
-    front.finalize()
-    first, last = (outputs(response) for response in request.sender.responses)
-    assert first["text_output"] == [b"a"] and first["finish_reason"] == [b""] and first["usage"] == [0, 0, 0]
-    assert last["text_output"] == [b"b"]
-    assert request.sender.final
+    assert relay(STREAM, ensemble, InferenceRequest([QUESTION])) == [BEGUN, ANSWERED]
     assert next(iter(ensemble.requests.values()))["stream"].data == b"\1"
 
 
-@pytest.mark.parametrize(("kind", "name"), BOTH)
+@both
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -142,53 +143,31 @@ def test_stream_relays_every_response_and_then_ends(backend, monkeypatch):
         (errors.ProtocolError("no outputs"), "INTERNAL"),
     ],
 )
-def test_an_error_of_the_ensemble_reaches_the_client_once_with_its_code(backend, monkeypatch, kind, name, error, code):
-    def fail(_):
-        raise error
-        yield
-
-    front = started(kind, name, Ensemble(fail), monkeypatch)
-    request = InferenceRequest([])
-    front.execute([request])
-    front.finalize()
-    (response,) = request.sender.responses
-    assert response.error().code() == code
-    assert error.message in response.error().message()
-    assert request.sender.final
+def test_an_error_of_the_ensemble_reaches_the_client_once_with_its_code(relay, name, error, code):
+    (answer,) = relay(name, Ensemble(lambda _: [error]), InferenceRequest([]))
+    assert answer["code"] == code and error.message in answer["words"]
 
 
-def test_a_stream_that_breaks_after_its_first_part_is_not_begun_again(backend, monkeypatch):
-    def answer(_):
-        yield answer_of("a")
-        raise errors.ConnectionFailed("the line broke")
-
-    ensemble = Ensemble(answer)
-    front = started(Stream, "vlm_stream", ensemble, monkeypatch)
-    request = InferenceRequest([strings("text_input", b"?")])
-    front.execute([request])
-    front.finalize()
-    assert len(ensemble.requests) == 1
-    first, last = request.sender.responses
-    assert outputs(first)["text_output"] == [b"a"] and last.error().code() == "UNAVAILABLE"
+def test_a_stream_that_breaks_after_its_first_part_is_not_begun_again(relay):
+    ensemble = Ensemble(lambda _: [answer_of("a"), errors.ConnectionFailed("the line broke")])
+    first, last = relay(STREAM, ensemble, InferenceRequest([QUESTION]))
+    assert len(ensemble.requests) == 1 and first == BEGUN and last["code"] == "UNAVAILABLE"
 
 
-@pytest.mark.parametrize(("kind", "name"), BOTH)
-def test_a_client_that_goes_away_cancels_its_request(backend, monkeypatch, kind, name):
+@both
+def test_a_client_that_goes_away_cancels_its_request(relay, name):
     def working(_):
         wait_until(lambda: ensemble.cancelled)
         yield answer_of("", "cancelled")
 
     ensemble = Ensemble(working)
-    front = started(kind, name, ensemble, monkeypatch)
-    request = InferenceRequest([strings("text_input", b"?")], "theirs")
+    request = InferenceRequest([QUESTION], "theirs")
     request.sender.cancelled = True
-    front.execute([request])
-    wait_until(lambda: request.sender.final)
-    front.finalize()
+    relay(name, ensemble, request)
     assert ensemble.cancelled == ["theirs"]
 
 
-def test_two_requests_under_one_id_are_told_apart(backend, monkeypatch):
+def test_two_requests_under_one_id_are_told_apart(relay):
     both = threading.Barrier(2)
 
     def answer(request_id):
@@ -196,80 +175,62 @@ def test_two_requests_under_one_id_are_told_apart(backend, monkeypatch):
         yield answer_of(request_id, "stop")
 
     ensemble = Ensemble(answer)
-    front = started(Unary, "vlm_unary", ensemble, monkeypatch)
-    requests = [InferenceRequest([strings("text_input", b"?")], "same") for _ in range(2)]
-    front.execute(requests)
-    front.finalize()
-    answered = [outputs(request.sender.responses[0])["text_output"][0].decode() for request in requests]
-    assert len(set(answered)) == 2 and "same" in answered
-    assert set(answered) == set(ensemble.requests)
+    answers = relay(UNARY, ensemble, *(InferenceRequest([QUESTION], "same") for _ in range(2)))
+    answered = {answer["text_output"][0].decode() for answer in answers}
+    assert len(answered) == 2 and "same" in answered and answered == set(ensemble.requests)
 
 
-@pytest.mark.parametrize(("kind", "name", "responses"), [(Unary, "vlm_unary", 1), (Stream, "vlm_stream", 0)])
-def test_a_ping_is_answered_by_the_front_itself(backend, monkeypatch, kind, name, responses):
+@both
+def test_a_ping_is_answered_by_the_front_itself(relay, name):
     ensemble = Ensemble(lambda _: [LAST])
-    front = started(kind, name, ensemble, monkeypatch)
-    request = InferenceRequest([strings("PING", b"?")])
-    front.execute([request])
-    front.finalize()
-    assert request.sender.final
-    assert len(request.sender.responses) == responses
-    assert not ensemble.requests
+    answers = relay(name, ensemble, InferenceRequest([strings("PING", b"?")]))
+    assert answers == ([{"finish_reason": [b""]}] if name == UNARY else []) and not ensemble.requests
 
 
-def test_a_timeout_travels_in_the_sampling_parameters(backend, monkeypatch):
+def sent_sampling(ensemble: Ensemble) -> dict[str, Any]:
+    (sent,) = ensemble.requests.values()
+    (sampling,) = elements(sent["sampling_parameters"].data)
+    return json.loads(sampling)
+
+
+def test_a_timeout_travels_in_the_sampling_parameters(relay):
     ensemble = Ensemble(lambda _: [LAST])
-    front = started(Unary, "vlm_unary", ensemble, monkeypatch)
-    front.execute([InferenceRequest([strings("sampling_parameters", b'{"max_tokens": 3}')], timeout=500)])
+    fine = InferenceRequest([strings("sampling_parameters", b'{"max_tokens": 3}')], timeout=500)
     refused = InferenceRequest([strings("sampling_parameters", b"not json")], timeout=500)
-    front.execute([refused])
-    front.finalize()
-    (sent,) = ensemble.requests.values()
-    (sampling,) = elements(sent["sampling_parameters"].data)
-    assert json.loads(sampling) == {"timeout_us": 500, "max_tokens": 3}
-    (response,) = refused.sender.responses
-    assert response.error().code() == "INVALID_ARG" and refused.sender.final
-    assert "'sampling_parameters' is not valid JSON" in response.error().message()
+    _, answer = relay(UNARY, ensemble, fine, refused)
+    assert sent_sampling(ensemble) == {"timeout_us": 500, "max_tokens": 3}
+    assert answer["code"] == "INVALID_ARG" and "'sampling_parameters' is not valid JSON" in answer["words"]
 
 
-@pytest.mark.parametrize(("kind", "name"), BOTH)
-def test_request_parameters_travel_in_the_sampling_parameters(kind, name, backend, monkeypatch):
+@both
+def test_request_parameters_travel_in_the_sampling_parameters(relay, name):
     ensemble = Ensemble(lambda _: [LAST])
-    front = started(kind, name, ensemble, monkeypatch)
     parameters = '{"id": "7", "top_k": 5, "stream": false, "exclude_input_in_output": true, "timeout": 900}'
-    front.execute([InferenceRequest([strings("sampling_parameters", b'{"max_tokens": 3}')], parameters=parameters)])
-    front.finalize()
+    relay(
+        name, ensemble, InferenceRequest([strings("sampling_parameters", b'{"max_tokens": 3}')], parameters=parameters)
+    )
+    assert sent_sampling(ensemble) == {"max_tokens": 3, "top_k": 5, "timeout_us": 900}
     (sent,) = ensemble.requests.values()
-    (sampling,) = elements(sent["sampling_parameters"].data)
-    assert json.loads(sampling) == {"max_tokens": 3, "top_k": 5, "timeout_us": 900}
     assert (sent["stream"].data, sent["exclude_input_in_output"].data) == (b"\0", b"\1")
 
 
-def test_an_ensemble_without_an_answer_is_an_error_and_never_silence(backend, monkeypatch):
-    front = started(Unary, "vlm_unary", Ensemble(lambda _: []), monkeypatch)
-    request = InferenceRequest([strings("text_input", b"?")])
-    front.execute([request])
-    front.finalize()
-    assert "no answer" in request.sender.responses[0].error().message() and request.sender.final
+def test_an_ensemble_without_an_answer_is_an_error_and_never_silence(relay):
+    (answer,) = relay(UNARY, Ensemble(lambda _: []), InferenceRequest([QUESTION]))
+    assert "no answer" in answer["words"]
 
 
-@pytest.mark.parametrize(("kind", "name"), BOTH)
-def test_an_answer_that_cannot_be_relayed_is_an_error(backend, monkeypatch, kind, name):
+@both
+def test_an_answer_that_cannot_be_relayed_is_an_error(relay, name):
     broken = answer_of("a")
     broken.raw_output_contents[0] = b"\1"
-    front = started(kind, name, Ensemble(lambda _: [broken]), monkeypatch)
-    request = InferenceRequest([strings("text_input", b"?")])
-    front.execute([request])
-    front.finalize()
-    assert request.sender.responses[0].error().code() == "INTERNAL" and request.sender.final
+    (answer,) = relay(name, Ensemble(lambda _: [broken]), InferenceRequest([QUESTION]))
+    assert answer["code"] == "INTERNAL"
 
 
-def test_what_only_preprocess_judges_passes_through(backend, monkeypatch):
+def test_what_only_preprocess_judges_passes_through(relay):
     """Text that is no UTF-8, and whatever tensor the ensemble learns to take."""
     ensemble = Ensemble(lambda _: [LAST])
-    front = started(Unary, "vlm_unary", ensemble, monkeypatch)
-    front.execute([InferenceRequest([strings("text_input", b"\xff"), strings("new", b"x")], "mine")])
-    front.execute([InferenceRequest([strings("sampling_parameters", b"\xff")], "timed", timeout=500)])
-    front.finalize()
+    odd = InferenceRequest([strings("text_input", b"\xff"), strings("new", b"x")], "mine")
+    relay(UNARY, ensemble, odd, InferenceRequest([strings("sampling_parameters", b"\xff")], "timed", timeout=500))
     assert ensemble.requests["mine"]["text_input"] == bytes_tensor("text_input", b"\xff")
     assert ensemble.requests["mine"]["new"] == bytes_tensor("new", b"x") and "timed" not in ensemble.requests

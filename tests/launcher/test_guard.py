@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tessera.launcher import guard
+from tessera.launcher.child import Child
 from tessera.launcher.process import command_line
 
 # Deaf to SIGTERM, with a child in a session of its own that nobody waits for: the worst a server leaves.
@@ -72,27 +73,20 @@ class Guarded:
             "grace_s": grace_s,
             "mps_control": mps_control and str(mps_control),
         }
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(job).encode() + b"\n")
-        self.process.stdin.flush()
-        begun = json.loads(self.process.stdout.readline())
+        self.process = Child([sys.executable, "-I", "-S", guard.__file__])
+        self.process.tell(json.dumps(job))
+        begun = json.loads(self.process.hear())
         self.server, self.mps = begun["pid"], begun["mps"]
 
     def files(self) -> list[str]:
         return [name for name in os.listdir("/dev/shm") if name.startswith(self.prefix)]
 
     def end(self, stop: bool) -> dict[str, object]:
-        """The guard's last line; with ``stop``, after closing its standard input, which is the order to stop."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        if stop:
-            self.process.stdin.close()
-        end: dict[str, object] = json.loads(self.process.stdout.readline())
-        assert self.process.wait(10) == 0
-        self.process.stdin.close()
-        self.process.stdout.close()
+        """The guard's last line, when it was told to stop or has ended by itself."""
+        assert stop or self.process.wait(10) == 0
+        (line,) = self.process.stop(10)
+        assert self.process.status == 0 and self.files() == []
+        end: dict[str, object] = json.loads(line)
         return end
 
 
@@ -104,14 +98,14 @@ def test_a_server_that_will_not_stop_goes_with_its_orphans() -> None:
     assert running.server in pids and len(pids) >= 2
     end = running.end(stop=True)
     assert end["status"] == signal.SIGKILL
-    assert not any(command_line(pid) for pid in pids) and running.files() == []
+    assert not any(command_line(pid) for pid in pids)
 
 
 def test_the_end_of_a_server_is_reported_with_its_status() -> None:
     running = Guarded(QUICK)
     end = running.end(stop=False)
     assert end["status"] == 3 << 8  # as waitpid has it: exit code 3
-    assert end["removed"] == [f"/dev/shm/{running.prefix}"] and running.files() == []
+    assert end["removed"] == [f"/dev/shm/{running.prefix}"]
 
 
 def test_the_folder_of_broken_leases_goes_too() -> None:
@@ -143,7 +137,7 @@ def test_an_mps_daemon_is_there_before_the_server_and_goes_with_it(tmp_path: Pat
     pids = [int(pid) for pid in eventually(Path(f"/dev/shm/{running.prefix}mps/pids")).split()]
     assert len(pids) == 2 and all(command_line(pid) for pid in pids)
     end = running.end(stop=True)
-    assert end["why"] is None and not any(command_line(pid) for pid in pids) and running.files() == []
+    assert end["why"] is None and not any(command_line(pid) for pid in pids)
 
 
 def test_a_server_ends_with_its_mps_daemon(tmp_path: Path) -> None:
@@ -151,20 +145,14 @@ def test_a_server_ends_with_its_mps_daemon(tmp_path: Path) -> None:
     daemon, _ = eventually(Path(f"/dev/shm/{running.prefix}mps/pids")).split()
     guard.kill(int(daemon))
     end = running.end(stop=False)
-    assert end["why"] == "its MPS daemon ended" and not command_line(running.server) and running.files() == []
+    assert end["why"] == "its MPS daemon ended" and not command_line(running.server)
 
 
-def test_without_a_working_mps_daemon_the_server_runs_alone(tmp_path: Path) -> None:
-    running = Guarded(ASKS_FOR_MPS, mps_control=mps_control(tmp_path, first="sys.exit(1)"))
-    assert eventually(Path(f"/dev/shm/{running.prefix}")) == "alone 1"
-    assert not running.mps
-    assert running.end(stop=True)["why"] is None and running.files() == []
-
-
-def test_a_program_that_cannot_be_run_is_no_mps_daemon(tmp_path: Path) -> None:
-    running = Guarded(ASKS_FOR_MPS, mps_control=tmp_path / "nowhere")
+@pytest.mark.parametrize("first", ["sys.exit(1)", None])
+def test_without_a_working_mps_daemon_the_server_runs_alone(tmp_path: Path, first: str | None) -> None:
+    running = Guarded(ASKS_FOR_MPS, mps_control=mps_control(tmp_path, first) if first else tmp_path / "nowhere")
     assert eventually(Path(f"/dev/shm/{running.prefix}")) == "alone 1" and not running.mps
-    assert running.end(stop=True)["why"] is None and running.files() == []
+    assert running.end(stop=True)["why"] is None
 
 
 def shared_by(pid: int) -> set[str]:
@@ -212,17 +200,3 @@ def test_files_of_another_server_are_left_alone(tmp_path: Path) -> None:
 def test_a_job_that_never_came_is_no_start() -> None:
     done = subprocess.run([sys.executable, "-I", "-S", guard.__file__], input=b"", capture_output=True, timeout=10)
     assert done.returncode == 1 and b"before the job was read" in done.stderr
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_descendants_are_found_at_any_depth(depth: int) -> None:
-    below = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n" if depth == 2 else ""
-    code = f"import subprocess, sys, time\n{below}print(flush=True)\ntime.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        found = guard.descendants(os.getpid())
-        under = guard.descendants(child.pid)
-        assert child.pid in found and len(under) == depth - 1 and set(under) <= set(found)
-        for pid in [*under, child.pid]:
-            guard.kill(pid)

@@ -211,7 +211,7 @@ def test_a_picked_port_that_was_taken_meanwhile_is_picked_again(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         picked = process.choose_ports
         bad = taken.getsockname()[1]
-        choices = iter([(*picked(options)[:2], bad), picked(options)])
+        choices = iter([replace(picked(options), metrics_port=bad), picked(options)])
         monkeypatch.setattr(process, "choose_ports", lambda options: next(choices))
         with Server(options) as server:
             assert server.options.metrics_port != bad and server.failure() is None

@@ -1,1 +1,1 @@
-from tessera.tritonserver.fronts import Stream as TritonPythonModel  # noqa: F401
+from tessera.tritonserver.fronts import TritonPythonModel  # noqa: F401

@@ -1,1 +1,1 @@
-from tessera.tritonserver.fronts import Unary as TritonPythonModel  # noqa: F401
+from tessera.tritonserver.fronts import TritonPythonModel  # noqa: F401

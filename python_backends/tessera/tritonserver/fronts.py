@@ -12,7 +12,6 @@ import json
 import threading
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -55,13 +54,17 @@ class Watched:
     cancelled: bool = False
 
 
-class Front(ABC):
-    """What both share. A few threads send what the ensemble answers; one more watches the clients."""
+class TritonPythonModel:
+    """Either front: `vlm_stream`, which is decoupled, relays each response as it comes, `vlm_unary` asks the ensemble
+    not to stream and hands its one response on.
+
+    A few threads send what the ensemble answers; one more watches the clients.
+    """
 
     def initialize(self, args: Mapping[str, str]) -> None:
         gpu_pool.one_per_core()
         stage = StageSettings(args)
-        self._name = stage.stage
+        self._name, self._streams = stage.stage, stage.decoupled
         self._line = self.open_line(stage.grpc_address)
         self._outbox = Outbox(self._name, SENDER_THREADS)
         self._watched: dict[Responder, Watched] = {}
@@ -91,21 +94,11 @@ class Front(ABC):
         """The way to this server's ensemble; the connection itself is made by the first request."""
         return Line(Connection(address))
 
-    @abstractmethod
-    def wants_stream(self, request: Any) -> bool:
-        """Whether the ensemble is to answer in parts."""
-
-    @abstractmethod
-    def pong(self, responder: Responder) -> None:
-        """Answers a ping."""
-
-    @abstractmethod
-    def relay(self, message: Any, responder: Responder) -> None:
-        """Sends on one response of the ensemble's, or ends the request where it is None, the end."""
-
     def _take(self, request: Any, responder: Responder) -> None:
         if tensors.text(request, "PING") is not None:
-            self.pong(responder)
+            if not self._streams:
+                responder.send(tensors.response([tensors.text_output("finish_reason", "")]), final=True)
+            responder.finish()
             return
         sampling = tensors.sampling(request, "sampling_parameters")
         inputs, priority = self._inputs(request, sampling), sampling.get("priority")
@@ -130,7 +123,7 @@ class Front(ABC):
         if request.timeout() > 0:  # ends the request on the server, not here
             sampling.setdefault(TIMEOUT_KEY, request.timeout())
         flags = {
-            "stream": self.wants_stream(request),
+            "stream": self._streams and tensors.flag(request, "stream", True),
             "exclude_input_in_output": tensors.flag(request, "exclude_input_in_output", False),
         }
         inputs = [
@@ -146,10 +139,14 @@ class Front(ABC):
         for item in items:
             ended = item is None or isinstance(item, errors.TesseraClientError)
             try:
-                if item is not None and ended:
+                if not ended:
+                    responder.send(relayed(item), final=not self._streams)
+                elif item is not None:
                     responder.send(failure(STATUS.get(type(item), "INTERNAL"), item.message), final=True)
-                else:
-                    self.relay(item, responder)
+                elif self._streams:
+                    responder.finish()
+                else:  # not sent where the answer was
+                    responder.send(failure("INTERNAL", "the ensemble gave no answer"), final=True)
             except Exception as error:
                 responder.send(error_response(self._name, error), final=True)
             if ended:
@@ -173,46 +170,10 @@ class Front(ABC):
             time.sleep(WATCH_SECONDS)
 
 
-class Unary(Front):
-    """`vlm_unary`: asks the ensemble not to stream and hands its one response on."""
-
-    def wants_stream(self, request: Any) -> bool:
-        return False
-
-    def pong(self, responder: Responder) -> None:
-        import triton_python_backend_utils as pb_utils
-
-        responder.send(pb_utils.InferenceResponse([tensors.text_output("finish_reason", "")]), final=True)
-
-    def relay(self, message: Any, responder: Responder) -> None:
-        if message is not None:
-            responder.send(response(message), final=True)
-        else:  # not sent where the answer was
-            responder.send(failure("INTERNAL", "the ensemble gave no answer"), final=True)
-
-
-class Stream(Front):
-    """`vlm_stream`: relays each response as it comes."""
-
-    def wants_stream(self, request: Any) -> bool:
-        return tensors.flag(request, "stream", True)
-
-    def pong(self, responder: Responder) -> None:
-        responder.finish()
-
-    def relay(self, message: Any, responder: Responder) -> None:
-        if message is None:
-            responder.finish()
-        else:
-            responder.send(response(message), final=False)
-
-
-def response(message: Any) -> Any:
+def relayed(message: Any) -> Any:
     """One response of the ensemble (a ModelInferResponse) as a response of a front."""
-    import triton_python_backend_utils as pb_utils
-
     outputs = zip(message.outputs, message.raw_output_contents, strict=True)
-    return pb_utils.InferenceResponse(
+    return tensors.response(
         [tensors.output(each.name, values_of(each.datatype, raw).reshape(each.shape)) for each, raw in outputs]
     )
 

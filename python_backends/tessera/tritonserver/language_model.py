@@ -154,7 +154,6 @@ class Reply:
         self.channel: Channel[TokenEvent] = Channel(self._deliver)
 
     def _deliver(self, events: list[TokenEvent]) -> None:
-        import triton_python_backend_utils as pb_utils
 
         last = events[-1]
         if last.refusal is not None:
@@ -171,8 +170,8 @@ class Reply:
         text, self._prefix = self._prefix + "".join(event.text for event in events), ""
         entries = [entry for event in events for entry in event.logprobs or []]
         final = last.finish_reason is not None
-        response = pb_utils.InferenceResponse(
-            output_tensors=[
+        response = tensors.response(
+            [
                 tensors.text_output("text_output", text),
                 tensors.text_output("finish_reason", last.finish_reason or ""),
                 tensors.output("usage", np.array(last.usage if final else (0, 0, 0), dtype=np.int32)),

@@ -59,7 +59,7 @@ class TritonPythonModel:
         outputs = self._outputs(prepared, deadline, parameters.priority, received)
         if "CUT" in request.requested_output_names():  # the ensemble does not
             outputs.append(tensors.text_output("CUT", cut_json(self._preprocessor.family, prepared.plans)))
-        return _response(outputs)
+        return tensors.response(outputs)
 
     def _check_room(self, prompt: int, answer: int) -> None:
         context = self._preprocessor.prompts.context_length
@@ -106,13 +106,7 @@ def _blank_tile(family: ModelFamily, gpu_pixels: int) -> np.ndarray:
 
 def _pong(now: int, served: str) -> Any:
     stamps = tensors.output("STAMPS", np.array([[now]], dtype=np.int64))
-    return _response([stamps, tensors.text_output("SERVED", served)])
-
-
-def _response(outputs: list[Any]) -> Any:
-    import triton_python_backend_utils as pb_utils
-
-    return pb_utils.InferenceResponse(output_tensors=outputs)
+    return tensors.response([stamps, tensors.text_output("SERVED", served)])
 
 
 def cut_json(family: ModelFamily, plans: Sequence[ImagePlan]) -> str:

@@ -34,6 +34,7 @@ class StageSettings:
         self._environment = environment
         config = json.loads(args["model_config"])
         self.outputs = {output["name"] for output in config.get("output", ())}
+        self.decoupled: bool = config.get("model_transaction_policy", {}).get("decoupled", False)
         parameters = {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
         self._sources = schema.Sources(self.stage, parameters, environment)
         self._models = Path(args["model_repository"]).parent

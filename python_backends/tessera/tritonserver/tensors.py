@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -182,6 +183,13 @@ def output(name: str, values: np.ndarray) -> Any:
     import triton_python_backend_utils as pb_utils
 
     return pb_utils.Tensor(name, values)
+
+
+def response(outputs: Sequence[Any]) -> Any:
+    """A response of these outputs."""
+    import triton_python_backend_utils as pb_utils
+
+    return pb_utils.InferenceResponse(output_tensors=list(outputs))
 
 
 def text_output(name: str, value: str) -> Any:

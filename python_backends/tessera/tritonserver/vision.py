@@ -165,4 +165,4 @@ def _response(rows: torch.Tensor | None, stamps: tensors.RequestTimestamps) -> A
     if rows is not None:
         # The tensor itself, not a capsule: only then are the streams of a GPU synchronised.
         outputs.append(pb_utils.Tensor.from_dlpack("EMBEDDINGS", packed(rows)))
-    return pb_utils.InferenceResponse(output_tensors=outputs)
+    return tensors.response(outputs)
