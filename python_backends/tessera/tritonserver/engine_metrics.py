@@ -12,8 +12,8 @@ from tessera.engine.sequence import TokenEvent
 from tessera.settings.gpu import GpuMeter
 from tessera.tritonserver.metrics import Counter, Gauge, Histogram, Renewed
 
-SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
+SECONDS_BUCKETS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]
+TOKEN_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0]
 
 # What follows "tessera_" in a metric's name -> what it means.
 _GAUGES = {
@@ -59,10 +59,10 @@ class MetricsPage:
         self._first_token = Histogram(
             "tessera_time_to_first_token_seconds",
             "From arrival at the language model to the first token",
-            SECONDS_BUCKETS,
+            buckets=SECONDS_BUCKETS,
         )
         self._per_token = Histogram(
-            "tessera_time_per_output_token_seconds", "Mean time between the tokens of one answer", TOKEN_BUCKETS
+            "tessera_time_per_output_token_seconds", "Mean time between the tokens of one answer", buckets=TOKEN_BUCKETS
         )
         self._observed: deque[tuple[Histogram, float]] = deque()
         self._renewed = Renewed(self._renew)

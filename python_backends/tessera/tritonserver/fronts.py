@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +20,7 @@ import numpy as np
 from tessera.tritonserver import gpu_pool, tensors
 from tessera.tritonserver.failures import KEY as TIMEOUT_KEY
 from tessera.tritonserver.failures import error_response, failure
-from tessera.tritonserver.responder import Channel, Outbox, Responder
+from tessera.tritonserver.responder import Channel, Outbox, Responder, Watcher
 from tessera.tritonserver.settings import StageSettings
 from tessera_wire import errors
 from tessera_wire.connection import Connection
@@ -45,15 +43,6 @@ STATUS: dict[type[errors.TesseraClientError], str] = {
 }
 
 
-@dataclass
-class Watched:
-    """A request whose client is watched, and what it is cancelled by: ids may come again, leases do not."""
-
-    request_id: str
-    lease: str
-    cancelled: bool = False
-
-
 class TritonPythonModel:
     """Either front: `vlm_stream`, which is decoupled, relays each response as it comes, `vlm_unary` asks the ensemble
     not to stream and hands its one response on.
@@ -67,11 +56,9 @@ class TritonPythonModel:
         self._name, self._streams = stage.stage, stage.decoupled
         self._line = self.open_line(stage.grpc_address)
         self._outbox = Outbox(self._name, SENDER_THREADS)
-        self._watched: dict[Responder, Watched] = {}
-        self._changed = threading.Condition()
-        self._stopping = False
-        self._watcher = threading.Thread(target=self._watch, name=f"{self._name}-watch", daemon=True)
-        self._watcher.start()
+        self._request_ids: dict[Responder, str] = {}
+        self._lock = threading.Lock()
+        self._clients = Watcher(f"{self._name}-watch", WATCH_SECONDS, self._line.cancel)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -83,10 +70,7 @@ class TritonPythonModel:
                 responder.send(error_response(self._name, error), final=True)
 
     def finalize(self) -> None:
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
-        self._watcher.join()
+        self._clients.close()
         self._line.close(CLOSE_SECONDS)
         self._outbox.close()
 
@@ -102,15 +86,12 @@ class TritonPythonModel:
             return
         sampling = tensors.sampling(request, "sampling_parameters")
         inputs, priority = self._inputs(request, sampling), sampling.get("priority")
-        with self._changed:
-            # An id of our own where the client gave none, or one that is under way: it is what a control request
-            # names, and what tells the answers apart.
-            taken = {watched.request_id for watched in self._watched.values()}
-            own = responder.request_id and responder.request_id not in taken
-            request_id = responder.request_id if own else uuid.uuid4().hex
-            lease = uuid.uuid4().hex
-            self._watched[responder] = Watched(request_id, lease)
-            self._changed.notify()
+        lease = uuid.uuid4().hex  # what it is cancelled by: ids may come again, leases do not
+        with self._lock:
+            # An id of our own where the client gave none, or one that is under way: it tells the answers apart.
+            own = responder.request_id and responder.request_id not in self._request_ids.values()
+            request_id = self._request_ids[responder] = responder.request_id if own else uuid.uuid4().hex
+        self._clients.watch(responder, lease)
         channel: Channel[Any] = Channel(partial(self._answer, responder))
         self._line.send(
             *(ENSEMBLE, request_id, inputs, partial(self._outbox.post, channel)),
@@ -153,21 +134,9 @@ class TritonPythonModel:
                 self._forget(responder)
 
     def _forget(self, responder: Responder) -> None:
-        with self._changed:
-            self._watched.pop(responder, None)
-
-    def _watch(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._watched or self._stopping)
-                if self._stopping:
-                    return
-                watched = list(self._watched.items())
-            for responder, request in watched:
-                if not request.cancelled and responder.is_cancelled():
-                    request.cancelled = True
-                    self._line.cancel(request.lease)
-            time.sleep(WATCH_SECONDS)
+        self._clients.forget(responder)
+        with self._lock:
+            self._request_ids.pop(responder, None)
 
 
 def relayed(message: Any) -> Any:

@@ -21,10 +21,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from tessera.errors import InvalidRequest
-from tessera.tritonserver.responder import Responder
+from tessera.tritonserver.responder import Responder, Watcher
 
 WATCH_SECONDS = 0.2
-WATCHING_PART = 10  # however many leases there are, looking at them takes at most this part of a thread's time
 TOLD_SECONDS = 600.0  # longer than a request waits for an earlier stage
 
 
@@ -52,37 +51,33 @@ class Leases:
         self._cancel = cancel
         self._held: dict[str, Responder] = {}
         self._told: dict[str, float] = {}  # when each file was made, the oldest first
-        self._changed = threading.Condition()
-        self._stopping = threading.Event()
+        self._lock = threading.Lock()
         os.makedirs(FOLDER, mode=0o700, exist_ok=True)
-        self._watcher = threading.Thread(target=self._watch, name="leases", daemon=True)
-        self._watcher.start()
+        self._clients = Watcher("leases", WATCH_SECONDS, self.end)
 
     def open(self, name: str, responder: Responder) -> None:
         """Keeps a request open as the lease of this name. Raises InvalidRequest."""
-        with self._changed:
-            if len(name.split()) != 1:
-                raise InvalidRequest(f"LEASE is {name!r:.80}; it must be one name, without spaces")
+        if len(name.split()) != 1:
+            raise InvalidRequest(f"LEASE is {name!r:.80}; it must be one name, without spaces")
+        with self._lock:
             if name in self._held:
                 raise InvalidRequest(f"the lease {name!r:.80} is held already; choose names at random")
             self._held[name] = responder
-            self._changed.notify()
+            self._clients.watch(responder, name)
 
     def end(self, name: str) -> None:
         """Cancels what names this lease, held or not, and ends it."""
-        with self._changed:
+        with self._lock:
             responder = self._held.pop(name, None)
             self._tell(_file(name))
         self._cancel(name)
         if responder is not None:
+            self._clients.forget(responder)
             responder.finish()
 
     def stop(self) -> None:
         """Ends all leases."""
-        self._stopping.set()
-        with self._changed:
-            self._changed.notify()
-        self._watcher.join()
+        self._clients.close()
         for responder in self._held.values():
             responder.finish()
         shutil.rmtree(FOLDER, ignore_errors=True)
@@ -95,16 +90,3 @@ class Leases:
             for old in [each for each, when in self._told.items() if when < now - TOLD_SECONDS]:
                 del self._told[old]
                 os.unlink(old)
-
-    def _watch(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._held or self._stopping.is_set())
-                held = list(self._held.items())
-            if self._stopping.is_set():
-                return
-            began = time.monotonic()
-            for name, responder in held:
-                if responder.is_cancelled():
-                    self.end(name)
-            self._stopping.wait(max(WATCH_SECONDS, WATCHING_PART * (time.monotonic() - began)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tessera.tritonserver.failures import SPEAKING, log_exception
@@ -20,16 +20,22 @@ _FOR_GOOD: list[Any] = []  # a family leaves the page with its last reference
 
 
 class _Family:
-    """A metric family and its members by labels."""
+    """A metric family and its members by labels.
 
-    def __init__(self, kind: str, name: str, description: str, **options: Any) -> None:
+    ``options``: of a histogram its ``buckets``, upper bounds in rising order; tritonserver wants at least one.
+    """
+
+    kind: str
+
+    def __init__(self, name: str, description: str, **options: Any) -> None:
         import triton_python_backend_utils as pb_utils
 
         self._options = options
         self._members: dict[tuple[tuple[str, str], ...], Any] = {}
+        self._values: dict[Any, float] = {}
         with SPEAKING:
             self._family = pb_utils.MetricFamily(
-                name=name, description=description, kind=getattr(pb_utils.MetricFamily, kind)
+                name=name, description=description, kind=getattr(pb_utils.MetricFamily, self.kind)
             )
 
     def _member(self, labels: Mapping[str, str]) -> Any:
@@ -43,9 +49,7 @@ class _Family:
 class Counter(_Family):
     """A number that only grows; its name ends in ``_total``."""
 
-    def __init__(self, name: str, description: str) -> None:
-        super().__init__("COUNTER", name, description)
-        self._values: dict[Any, float] = {}
+    kind = "COUNTER"
 
     def raise_to(self, value: float, **labels: str) -> None:
         """Brings the counter to `value`; a smaller value than before is left alone."""
@@ -60,8 +64,7 @@ class Counter(_Family):
 class Gauge(_Family):
     """A number that goes up and down."""
 
-    def __init__(self, name: str, description: str) -> None:
-        super().__init__("GAUGE", name, description)
+    kind = "GAUGE"
 
     def set(self, value: float, **labels: str) -> None:
         with SPEAKING:
@@ -69,14 +72,9 @@ class Gauge(_Family):
 
 
 class Histogram(_Family):
-    """Observations counted in buckets.
+    """Observations counted in buckets."""
 
-    Args:
-        buckets: upper bounds in rising order; tritonserver wants at least one.
-    """
-
-    def __init__(self, name: str, description: str, buckets: Sequence[float]) -> None:
-        super().__init__("HISTOGRAM", name, description, buckets=[float(bound) for bound in buckets])
+    kind = "HISTOGRAM"
 
     def observe(self, value: float, **labels: str) -> None:
         with SPEAKING:

@@ -7,6 +7,8 @@ A response for which there is no shared memory is not sent. If it was not the la
 an answer must not go on without a part of itself. If it was, the sender takes itself for closed: nothing can answer
 that request any more. Only the end of this process does, which the launcher notices; the new one's memory has room.
 
+A client that leaves is noticed by asking: :class:`Watcher`.
+
 Sender threads: a send is a slow handshake, so neither it nor a slow client may hold the engine's thread.
 """
 
@@ -16,6 +18,7 @@ import os
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -79,6 +82,50 @@ def end_process(error: Exception) -> NoReturn:
     # No logger: what a stage logs travels through the server, and may not arrive before the end.
     os.write(2, f"an answer is lost for want of shared memory to process {os.getpid()}, which ends: {error}\n".encode())
     os._exit(1)
+
+
+WATCHING_PART = 10  # however many requests there are, asking for them takes at most this part of a thread's time
+
+
+class Watcher:
+    """Asks of each request that it is given, every so often, whether its client has left; ``left`` is then told once
+    what goes with the request. One thread, ended by close()."""
+
+    def __init__(self, name: str, seconds: float, left: Callable[[str], Any]) -> None:
+        self._seconds, self._left = seconds, left
+        self._watched: dict[Responder, str] = {}
+        self._changed = threading.Condition()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def watch(self, responder: Responder, what: str) -> None:
+        with self._changed:
+            self._watched[responder] = what
+            self._changed.notify()
+
+    def forget(self, responder: Responder) -> None:
+        """Harmless where it is not watched."""
+        with self._changed:
+            self._watched.pop(responder, None)
+
+    def close(self) -> None:
+        self._stopping.set()
+        with self._changed:
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            with self._changed:
+                self._changed.wait_for(lambda: self._watched or self._stopping.is_set())
+                watched = list(self._watched.items())
+            began = time.monotonic()
+            for responder, what in watched:
+                if responder.is_cancelled():
+                    self.forget(responder)
+                    self._left(what)
+            self._stopping.wait(max(self._seconds, WATCHING_PART * (time.monotonic() - began)))
 
 
 Item = TypeVar("Item")
