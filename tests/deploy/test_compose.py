@@ -42,11 +42,31 @@ def test_the_services_are_those_promised():
 
 
 @every_service
-def test_images_are_pinned(name):
-    images = [SERVICES[name]["image"], *base_images()]
-    for image in images:
-        tag = image.rpartition(":")[2]
-        assert re.fullmatch(r"v?\d+(\.\d+)+[\w.-]*", tag), f"{image} has no version"
+def test_a_service_is_pinned_confined_and_limited(name):
+    service = SERVICES[name]
+    for image in (service["image"], *base_images()):
+        assert re.fullmatch(r"v?\d+(\.\d+)+[\w.-]*", image.rpartition(":")[2]), f"{image} has no version"
+    assert int(service["user"].partition(":")[0]) > 0, "neither root nor able to become it"
+    confined = {"cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"], "read_only": True}
+    assert {key: service[key] for key in confined} == confined
+    assert not {"cap_add", "privileged", "pid", "ipc", "network_mode", "devices"} & set(service)
+    for mount in service.get("volumes", []):
+        source, _, *options = mount.split(":")
+        if source.startswith("."):
+            assert options == ["ro"] and (ROOT / source).exists(), f"{mount} can be written to, or is not there"
+        else:
+            assert source in FILE["volumes"]
+    assert any(entry.startswith("/tmp:size=") for entry in service["tmpfs"])
+    assert re.fullmatch(r"\d+[mg]", defaulted(service["mem_limit"])) and float(defaulted(service["cpus"])) > 0
+    assert int(service["pids_limit"]) > 0 and service["logging"]["options"]["max-size"]
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+    assert not re.search(r"(password|secret|token|api_key)\w*'?: '?[^'{}]+", str(service), re.IGNORECASE)
+    if service["restart"] != "no":
+        assert service["healthcheck"]["test"][0] == "CMD"
+    if name.startswith("server"):
+        assert "http://127.0.0.1:8003/healthz" in service["healthcheck"]["test"][-1]
+        assert int(service["shm_size"].removesuffix("g")) >= 2  # for its stages
+        assert "OTEL_EXPORTER_OTLP_ENDPOINT" in service["environment"]  # by name alone: unset stays unset
 
 
 def test_the_server_stands_on_the_release_everything_was_tested_with():
@@ -55,37 +75,12 @@ def test_the_server_stands_on_the_release_everything_was_tested_with():
     assert f"nvcr.io/nvidia/tensorrt:{TRITON_RELEASE}-py3" in base_images()
 
 
-@every_service
-def test_no_service_is_root_or_can_become_it(name):
-    service = SERVICES[name]
-    user, _, _ = service["user"].partition(":")
-    assert int(user) > 0
-    assert service["cap_drop"] == ["ALL"]
-    assert "cap_add" not in service
-    assert service["security_opt"] == ["no-new-privileges:true"]
-    assert not service.get("privileged")
-    assert not {"pid", "ipc", "network_mode", "devices"} & set(service)
-
-
 def test_the_images_of_our_own_end_as_an_ordinary_user():
     for stage in re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]:
         users = re.findall(r"^USER (\S+)", stage, re.MULTILINE)
         assert users
         assert int(users[-1].partition(":")[0]) > 0
         assert stage.rindex("USER ") > stage.rindex("RUN ")
-
-
-@every_service
-def test_the_root_file_system_is_read_only(name):
-    service = SERVICES[name]
-    assert service["read_only"] is True
-    for mount in service.get("volumes", []):
-        source, _, options = mount.split(":")[0], mount.split(":")[1], mount.split(":")[2:]
-        if source.startswith("."):
-            assert options == ["ro"], f"{mount} can be written to"
-        else:
-            assert source in FILE["volumes"]
-    assert any(entry.startswith("/tmp:size=") for entry in service["tmpfs"])
 
 
 def test_the_model_repository_is_part_of_the_read_only_image():
@@ -136,54 +131,6 @@ def test_the_plan_is_built_first_and_where_the_server_looks_for_it():
     assert '"--out", "plan/model.plan"' in stage
     assert "install -d -o 1000 -g 1000 plan" in stage
     assert plan["user"] == "1000:1000"
-
-
-@every_service
-def test_limits_are_set(name):
-    service = SERVICES[name]
-    assert re.fullmatch(r"\d+[mg]", defaulted(service["mem_limit"]))
-    assert float(defaulted(service["cpus"])) > 0
-    assert int(service["pids_limit"]) > 0
-    assert service["logging"]["options"]["max-size"]
-
-
-def test_a_collector_of_traces_is_handed_on():
-    for name in ("server", "server-gpu", "server-tensorrt"):
-        assert "OTEL_EXPORTER_OTLP_ENDPOINT" in SERVICES[name]["environment"]  # by name alone: unset stays unset
-
-
-def test_the_server_has_shared_memory_for_its_stages():
-    for name in ("server", "server-gpu", "server-tensorrt"):
-        assert int(SERVICES[name]["shm_size"].removesuffix("g")) >= 2
-
-
-@every_service
-def test_ports_are_published_on_loopback_only(name):
-    for port in SERVICES[name].get("ports", []):
-        assert port.startswith("127.0.0.1:"), port
-
-
-@every_service
-def test_every_service_that_stays_up_has_a_health_check(name):
-    if SERVICES[name]["restart"] == "no":
-        pytest.skip("it ends by itself")
-    assert SERVICES[name]["healthcheck"]["test"][0] == "CMD"
-    if name.startswith("server"):
-        assert "http://127.0.0.1:8003/healthz" in SERVICES[name]["healthcheck"]["test"][-1]
-
-
-@every_service
-def test_no_secret_is_written_down(name):
-    text = str(SERVICES[name])
-    assert not re.search(r"(password|secret|token|api_key)\w*'?: '?[^'{}]+", text, re.IGNORECASE)
-
-
-@every_service
-def test_what_is_mounted_exists(name):
-    for mount in SERVICES[name].get("volumes", []):
-        source = mount.split(":")[0]
-        if source.startswith("."):
-            assert (ROOT / source).exists(), source
 
 
 def test_what_the_dockerfile_copies_exists_and_is_let_through():

@@ -126,54 +126,6 @@ def test_an_input_is_made_again_from_its_seed_and_kept_as_text() -> None:
     assert [Inputs.from_json(inputs.to_json()) for inputs in first] == first
 
 
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
-JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner))
-PARTS = st.fixed_dictionaries(
-    {"type": st.sampled_from(["text", "image", "image_url", "video"]) | LEAVES},
-    optional={"text": st.text(max_size=40) | JSON, "image_url": JSON | st.fixed_dictionaries({"url": st.text()})},
-)
-TURNS = st.fixed_dictionaries(
-    {
-        "role": st.sampled_from(["system", "user", "assistant"]),
-        "content": st.text() | st.lists(PARTS, max_size=4) | JSON,
-    }
-)
-SAMPLING = st.fixed_dictionaries(
-    {},
-    optional={
-        name: LEAVES | st.lists(LEAVES, max_size=3)
-        for name in (
-            "max_tokens",
-            "min_tokens",
-            "temperature",
-            "top_p",
-            "top_k",
-            "seed",
-            "stop",
-            "logprobs",
-            "ignore_eos",
-        )
-    }
-    | {"tile_policy": JSON | st.fixed_dictionaries({"min_tiles": LEAVES, "max_tiles": LEAVES}), "timeout_us": LEAVES},
-)
-
-
-def as_json(value: Any) -> bytes:
-    return json.dumps(value).encode()
-
-
-@fixed
-@given(st.lists(TURNS | JSON, max_size=3) | JSON)
-def test_any_messages(backend: Any, stage: TritonPythonModel, messages: Any) -> None:
-    answer(stage, {"messages": (as_json(messages),)})
-
-
-@fixed
-@given(SAMPLING | JSON)
-def test_any_sampling_parameters(backend: Any, stage: TritonPythonModel, sampling: Any) -> None:
-    answer(stage, {"text_input": (b"Hello?",), "sampling_parameters": (as_json(sampling),)})
-
-
 @fixed
 @given(st.text(st.characters(codec="utf-8"), max_size=200))
 def test_any_text_without_markers_is_a_prompt(backend: Any, stage: TritonPythonModel, text: str) -> None:
@@ -181,13 +133,11 @@ def test_any_text_without_markers_is_a_prompt(backend: Any, stage: TritonPythonM
     assert answer(stage, {"text_input": (text.encode(),)}) is None
 
 
+INPUTS = st.sampled_from(["text_input", "messages", "image", "sampling_parameters"])
+
+
 @fixed
-@given(
-    st.dictionaries(
-        st.sampled_from(["text_input", "messages", "image", "sampling_parameters"]),
-        st.lists(st.binary(max_size=60), max_size=3).map(tuple),
-    )
-)
+@given(st.dictionaries(INPUTS, st.lists(st.binary(max_size=60), max_size=3).map(tuple)))
 def test_any_bytes_in_any_input(backend: Any, stage: TritonPythonModel, tensors: dict[str, tuple[bytes, ...]]) -> None:
     answer(stage, tensors)
 

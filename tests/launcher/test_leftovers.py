@@ -44,21 +44,15 @@ def test_a_living_guard_keeps_its_own_and_a_dead_one_loses_all(prefix: str) -> N
         blocked.wait()
 
 
-def test_a_lock_file_names_nothing_but_a_servers_temporary_folder(prefix: str, tmp_path: Path) -> None:
+def test_the_sweep_takes_only_names_of_our_form(prefix: str, tmp_path: Path) -> None:
+    """Of locks, and of the folder that one names."""
     lock = guard.take_lock(prefix)
     os.pwrite(lock, str(tmp_path).encode(), 0)
-    os.close(lock)
-    guard.remove_if_gone(prefix)
-    assert tmp_path.is_dir() and not os.path.exists(guard.lock_path(prefix))
-
-
-def test_the_sweep_takes_only_names_of_our_form(prefix: str) -> None:
-    lock = guard.take_lock(prefix)
     os.close(lock)
     strange = Path("/dev/shm/.tessera-strange-lock")
     strange.touch()
     try:
         guard.sweep()
-        assert strange.exists() and not os.path.exists(guard.lock_path(prefix))
+        assert strange.exists() and tmp_path.is_dir() and not os.path.exists(guard.lock_path(prefix))
     finally:
         strange.unlink()
