@@ -39,7 +39,7 @@ from fastapi.openapi.utils import get_openapi  # noqa: E402
 import tessera_client  # noqa: E402
 from tessera.errors import InvalidRequest, Unavailable  # noqa: E402
 from tessera.launcher.settings import set_up  # noqa: E402
-from tessera.settings.schema import NO_SETTINGS, OF_STAGES  # noqa: E402
+from tessera.settings.stages import NO_SETTINGS, STAGES  # noqa: E402
 from tessera.tritonserver.engine_metrics import MetricsPage  # noqa: E402
 from tessera.tritonserver.failures import error_response  # noqa: E402
 from tessera.tritonserver.metrics import show_weights  # noqa: E402
@@ -251,7 +251,7 @@ def environment() -> Iterator[str]:
 
 
 def statuses() -> Iterator[str]:
-    yield from (f"stages: {each}" for each in OF_STAGES)
+    yield from (f"stages: {each}" for each in STAGES)
     said = mock.Mock(TritonError=mock.Mock(side_effect=lambda message, code: message))
     with mock.patch.dict(sys.modules, triton_python_backend_utils=said):
         for error in (InvalidRequest("words"), Unavailable("words"), ValueError("words")):

@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import BaseModel
-from server.server_metrics import read
+from server.http_door import read
 from server.toy_servers import ECHO, Launched, add_model, all_gone, wait_until
 
 import scene

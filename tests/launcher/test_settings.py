@@ -11,8 +11,7 @@ from tessera.errors import ConfigError
 from tessera.launcher import settings
 from tessera.launcher.cli import serve_main
 from tessera.launcher.settings import INSTANCES, ServerSetup, lay_out, read_config, set_up
-from tessera.settings.gpu import GIB, ServerSettings
-from tessera.settings.schema import COMMON, OF_STAGES, settings_of
+from tessera.settings.gpu import GIB
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 MOST = 25
@@ -63,12 +62,6 @@ def test_each_setting_says_who_set_it(tmp_path: Path) -> None:
 def test_what_is_unknown_or_wrong_is_refused_before_the_start(given: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         set_up(REPOSITORY, None, {"CUDA_VISIBLE_DEVICES": ""}, given)
-
-
-def test_every_stage_knows_what_is_common_to_all() -> None:
-    kinds = (ServerSettings, *settings.STAGES.values())
-    assert {each.name for kind in kinds for each in settings_of(kind) if each.common} == set(COMMON)
-    assert {*settings.STAGES} == {*OF_STAGES}
 
 
 def test_an_unknown_variable_is_refused() -> None:

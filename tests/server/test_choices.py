@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import math
 
 import pytest
 
 import scene
-from tessera_client import Client, InvalidRequest, Models
+from tessera_client import Client, Models
 
 pytestmark = pytest.mark.server
 
@@ -76,35 +75,3 @@ def test_a_label_that_begins_others_is_scored_along_its_path(client, picture):
     alone = client.ask(picture, QUESTION, choices=["unclear", plain])
     assert alone.choices[1].logprob == pytest.approx(first, abs=1e-3)
     assert alone.choices[0].logprob == pytest.approx(scores["unclear"].logprob, abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("sampling", "words"),
-    [
-        ({"choices": ["yes"]}, "holds 1 labels"),
-        ({"choices": ["yes", "yes"]}, "'yes' twice"),
-        ({"choices": "yes,no"}, "must be a list"),
-        ({"choices": ["yes", "no"], "temperature": 0.5}, "choices and temperature"),
-        ({"choices": ["yes", "no"], "logprobs": 1}, "choices and logprobs"),
-    ],
-)
-def test_wrong_choices_are_refused_by_name(client, picture, sampling, words):
-    with pytest.raises(InvalidRequest, match=words):
-        client.ask(picture, QUESTION, **sampling)
-    assert client.ask(picture, QUESTION, choices=["yes", "no"]).finish_reason == "stop"
-
-
-def test_scored_and_free_answers_share_batches(client, picture):
-    kinds = [{"choices": ["yes", "no", "no wire", "unclear", "uncle"]}, {"max_tokens": 12}]
-    jobs = [(QUESTION + " " * (place // 2), kinds[place % 2]) for place in range(12)]
-
-    def ask(job):
-        return client.ask(picture, job[0], **job[1])
-
-    alone = [ask(job) for job in jobs]
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        together = list(pool.map(ask, jobs))
-    assert [answer.text for answer in together] == [answer.text for answer in alone]
-    for one, other in zip(alone[::2], together[::2], strict=True):
-        logprobs = [[score.logprob for score in answer.choices] for answer in (one, other)]
-        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-3)

@@ -51,11 +51,16 @@ class TritonPythonModel:
             else:
                 sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
-BROKEN = """
-class TritonPythonModel:
-    def initialize(self, args):
-        raise ValueError("weights of layer 3 are missing")
-"""
+
+
+def starting(code: str) -> str:
+    """A model that only starts, by this code."""
+    return f"import os, threading, time\nclass TritonPythonModel:\n    def initialize(self, args):\n        {code}\n"
+
+
+BROKEN = starting('raise ValueError("weights of layer 3 are missing")')
+SLOW = starting("time.sleep(600)")
+DYING = starting("threading.Timer(1.0, os._exit, [1]).start()")
 
 # The first this many starts of the server end as by its own fault; {marks} counts them.
 CRASHING = """
@@ -93,14 +98,6 @@ class TritonPythonModel:
         time.sleep(1)
 """
 
-SLOW = """
-import time
-
-class TritonPythonModel:
-    def initialize(self, args):
-        time.sleep(600)
-"""
-
 
 # As the stages do, it answers pings; "sleep" takes half a second.
 PINGED = """
@@ -118,13 +115,6 @@ class TritonPythonModel:
         if ping is None and asked.as_numpy()[0] == b"sleep":
             time.sleep(0.5)
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", asked.as_numpy())])
-"""
-DYING = """
-import os, threading
-
-class TritonPythonModel:
-    def initialize(self, args):
-        threading.Timer(1.0, os._exit, [1]).start()
 """
 
 

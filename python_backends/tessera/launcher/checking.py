@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tessera.errors import CheckpointError, TesseraError
-from tessera.launcher.settings import LANGUAGE, PREPROCESS, VISION, ServerSetup
+from tessera.launcher.settings import ServerSetup
 from tessera.models.registry import read_config, vision_tensors
 from tessera.settings.gpu import GIB, weights_of
+from tessera.settings.stages import LANGUAGE, PREPROCESS, VISION
 from tessera.settings.user_cache import cache_folder, is_kept, remove_unused, write_whole
-from tessera_wire.command_line import VERSION
 
 if TYPE_CHECKING:
     from tessera.checkpoint.config import CheckpointConfig
@@ -78,10 +78,11 @@ def fault(setup: ServerSetup) -> str | None:
     """Why a server of this setup would serve nothing, in one paragraph; None if nothing speaks against it.
 
     Judged in a process of its own: what the readers import is not for the launcher to hold while a server runs. That
-    takes seconds, so it is remembered that nothing did, as long as settings and files are the same.
+    takes seconds, so it is remembered that nothing did, as long as settings and files
+    are the same, this one too: another version of it judges again.
     """
-    files = [(path.name, path.stat()) for path in sorted(_folder(setup).glob("*")) if path.is_file()]
-    seen = repr((VERSION, setup, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]))
+    files = [(path.name, path.stat()) for path in (Path(__file__), *sorted(_folder(setup).glob("*"))) if path.is_file()]
+    seen = repr((setup, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]))
     kept = cache_folder() / "checks" / hashlib.blake2b(seen.encode(), digest_size=16).hexdigest()
     if is_kept(kept):
         return None

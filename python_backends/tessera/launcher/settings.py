@@ -18,16 +18,14 @@ from tessera.models.registry import vision_tensors
 from tessera.settings import schema
 from tessera.settings.gpu import Division, ServerSettings, card_bytes, divide_for, find_device, why_no_gpu
 from tessera.settings.schema import Effective, Sources, settings_of, variable
-from tessera.settings.stages import EngineConfig, PreprocessSettings, VisionSettings
+from tessera.settings.stages import LANGUAGE, PREPROCESS, STAGES, VISION, refuse_unknown
 from tessera_wire.command_line import nearest
 
 if TYPE_CHECKING:
     from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 
-PREPROCESS, VISION, LANGUAGE = "preprocess", "vision_encoder", "language_model"
 INSTANCES = "TESSERA_PREPROCESS_INSTANCES"
-STAGES: dict[str, type] = {PREPROCESS: PreprocessSettings, VISION: VisionSettings, LANGUAGE: EngineConfig}
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ def set_up(
         division = divide_for(card, server, checkpoint, first, LANGUAGE in kinds, vision_tensors(checkpoint))
     instances, stages = None, {}
     for stage, kind in kinds.items():
-        sources[stage].refuse_unknown(kind, ServerSettings)
+        refuse_unknown(sources[stage], kind, ServerSettings)
         schema.read(ServerSettings, sources[stage], "", report=report)
         values: Any = schema.read(kind, sources[stage], device, lambda: division, report)
         if configs[stage].backend == "python":  # a plan of TensorRT reads no checkpoint

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tessera.errors import ConfigError
-from tessera.launcher.settings import SHARED_MEMORY, STAGES, config_file, read_config
+from tessera.launcher.settings import SHARED_MEMORY, config_file, read_config
+from tessera.settings.stages import STAGES
 
 LOADING = re.compile(r'"loading: ([^:"]+):\d+"')
 LOADED = re.compile(r"successfully loaded '([^']+)'")

@@ -8,29 +8,14 @@ is ``TESSERA_<NAME>`` and ``name``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from tessera.errors import ConfigError
-from tessera_wire.command_line import nearest
 
 Settings = TypeVar("Settings")
 
-OF_STAGES = ("preprocess", "vision_encoder", "language_model")
-# Of all stages together: each knows its own alone.
-COMMON = (
-    "checkpoint",
-    "device",
-    "dtype",
-    "gpu_memory",
-    "gpu_pixels",
-    "max_model_len",
-    "quantization",
-    "threads",
-    "weights",
-)
 QUANTIZATIONS = {
     "checkpoint": ("checkpoint", "checkpoint"),
     "fp8": ("fp8", "fp8"),
@@ -38,16 +23,6 @@ QUANTIZATIONS = {
     "fp8-vision": ("fp8", "checkpoint"),
 }
 """What `quantization` says -> what that is for the vision stage, and for the language model."""
-NO_SETTINGS = frozenset(
-    f"TESSERA_{name}"
-    for name in (
-        *("CACHE", "COMMIT", "CPUS", "DEFAULT", "GRPC_ADDRESS"),
-        *("HEALTH_URL", "MEMORY", "REQUIRE_TENSORRT", "URL"),
-    )
-)
-"""Variables of ours that the launcher, the clients, the tests and docker-compose.yml read."""
-# Where a service is called tessera, its pods are told its addresses.
-_OF_KUBERNETES = re.compile(r"^TESSERA_(SERVICE_(HOST|PORT)|PORT)(_|$)")
 
 
 @dataclass(frozen=True)
@@ -120,23 +95,6 @@ class Sources:
             return text, "environment"
         text = self.parameters.get(setting.name)
         return None if text is None else (text, "config.pbtxt")
-
-    def refuse_unknown(self, *kinds: type) -> None:
-        """Raises ConfigError for a parameter that none of these dataclasses has, and for a variable that is neither
-        theirs nor known elsewhere; those of other stages are for these to judge."""
-        known = {each.name: each for kind in kinds for each in settings_of(kind)}
-        variables = {variable(self.stage, each) for each in known.values()}
-        elsewhere = {variable("", Setting(None, name=name, common=True)) for name in COMMON} | NO_SETTINGS
-        others = tuple(f"TESSERA_{stage}_".upper() for stage in OF_STAGES if stage != self.stage)
-        for name in self.parameters:
-            # The Python backend's own parameters are in capitals.
-            if name not in known and not name.isupper():
-                raise ConfigError(f"{self.stage}/config.pbtxt: unknown parameter {name!r}" + nearest(name, known))
-        for name in self.environment:
-            if not name.startswith("TESSERA_") or name.startswith(others) or _OF_KUBERNETES.search(name):
-                continue
-            if name not in variables | elsewhere:
-                raise ConfigError(f"unknown environment variable {name}" + nearest(name, variables | elsewhere))
 
 
 def setting(default: Any, choices: Iterable[str] | Mapping[str, Any] = (), **about: Any) -> Any:

@@ -1,17 +1,16 @@
-"""The engine's settings.
-
-How pictures and prompts are prepared, and what one request may ask for.
-
-How the vision stage runs.
-"""
+"""The stages' settings: of the engine; of how pictures and prompts are prepared, and what one request may ask for; of
+how the vision stage runs. And what is none of theirs."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from tessera.errors import ConfigError
-from tessera.settings.schema import QUANTIZATIONS, check, setting
+from tessera.settings.gpu import ServerSettings
+from tessera.settings.schema import QUANTIZATIONS, Sources, check, setting, settings_of, variable
+from tessera_wire.command_line import nearest
 
 VISION_QUANTIZATIONS, LANGUAGE_QUANTIZATIONS = (
     {name: each[stage] for name, each in QUANTIZATIONS.items()} for stage in range(2)
@@ -150,3 +149,30 @@ class VisionSettings:
             raise ConfigError(f"the graph runner records CUDA graphs; it needs device cuda, not {self.device!r}")
         if self.gpu_pixels and not self.vision_url and not self.device.startswith("cuda"):
             raise ConfigError(f"gpu_pixels has pictures decoded on the GPU; it needs device cuda, not {self.device!r}")
+
+
+PREPROCESS, VISION, LANGUAGE = "preprocess", "vision_encoder", "language_model"
+STAGES: dict[str, type] = {PREPROCESS: PreprocessSettings, VISION: VisionSettings, LANGUAGE: EngineConfig}
+_ELSEWHERE = ("CACHE", "COMMIT", "CPUS", "DEFAULT", "GRPC_ADDRESS", "HEALTH_URL", "MEMORY", "REQUIRE_TENSORRT", "URL")
+NO_SETTINGS = frozenset(f"TESSERA_{name}" for name in _ELSEWHERE)
+"""Variables of ours that the launcher, the clients, the tests and docker-compose.yml read."""
+# Where a service is called tessera, its pods are told its addresses.
+_OF_KUBERNETES = re.compile(r"^TESSERA_(SERVICE_(HOST|PORT)|PORT)(_|$)")
+
+
+def refuse_unknown(sources: Sources, *kinds: type) -> None:
+    """Raises ConfigError for a parameter that none of these dataclasses has, and for a variable that is neither theirs
+    nor known elsewhere; those of other stages are for these to judge."""
+    known = {each.name: each for kind in kinds for each in settings_of(kind)}
+    common = [each for kind in (ServerSettings, *STAGES.values()) for each in settings_of(kind) if each.common]
+    variables = {variable(sources.stage, each) for each in (*known.values(), *common)} | NO_SETTINGS
+    others = tuple(f"TESSERA_{stage}_".upper() for stage in STAGES if stage != sources.stage)
+    for name in sources.parameters:
+        # The Python backend's own parameters are in capitals.
+        if name not in known and not name.isupper():
+            raise ConfigError(f"{sources.stage}/config.pbtxt: unknown parameter {name!r}" + nearest(name, known))
+    for name in sources.environment:
+        if not name.startswith("TESSERA_") or name.startswith(others) or _OF_KUBERNETES.search(name):
+            continue
+        if name not in variables:
+            raise ConfigError(f"unknown environment variable {name}" + nearest(name, variables))

@@ -13,6 +13,7 @@ from tessera.checkpoint.files import find_checkpoint
 from tessera.models.registry import vision_tensors
 from tessera.settings import schema
 from tessera.settings.gpu import Division, ServerSettings, divide_for, find_device
+from tessera.settings.stages import refuse_unknown
 
 Settings = TypeVar("Settings")
 
@@ -69,7 +70,7 @@ class StageSettings:
 
     def read(self, kind: type[Settings]) -> Settings:
         """The stage's dataclass. Raises ConfigError for what it does not know, or that cannot be."""
-        self._sources.refuse_unknown(kind, ServerSettings)
+        refuse_unknown(self._sources, kind, ServerSettings)
         return schema.read(kind, self._sources, self.device, lambda: self._division)
 
     @cached_property
