@@ -169,7 +169,10 @@ def test_status_tells_what_the_supervisor_knows(serve: Any, health_page: Any, ca
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert "ready, tritonserver 2.51.0" in out and "restarts 2" in out and "process 8, answered a ping in 1.5" in out
+    page.update(restarts=0)
+    assert main(arguments) == 0 and "because" not in capsys.readouterr().out
 
+    page.update(restarts=2)
     page.update(state="restarting")
     serve(fake=FakeTransport(status=ConnectionFailed("refused")))  # the ports are closed meanwhile
     assert main(arguments) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -309,3 +310,10 @@ async def test_ask_many_keeps_order_and_errors_in_place() -> None:
     with pytest.raises(InvalidRequest):
         async for _ in asker.ask_many(items, concurrency=3):
             pass
+
+
+async def test_leaving_ask_many_early_cancels_what_was_begun() -> None:
+    asker, fake = async_client([final("a")], [Hang()], [Hang()])
+    async with contextlib.aclosing(asker.ask_many([(None, "q")] * 3, timeout=None)) as answers:
+        assert (await anext(answers)).text == "a"
+    assert sorted(fake.cancelled) == sorted(request_id for _, request_id, _ in fake.requests[1:])
