@@ -58,7 +58,7 @@ def on_init(environment: Any, **_: Any) -> None:
 
 @events.test_start.add_listener
 def on_start(environment: Any, **_: Any) -> None:
-    if not isinstance(environment.runner, WorkerRunner):  # whoever counts the answers of all
+    if not isinstance(environment.runner, WorkerRunner):  # the process that counts the answers of all
         gevent.spawn(sample_qpm, environment)
 
 

@@ -190,6 +190,8 @@ class Bench:
         """One engine: how long it takes to start, and these parts of it."""
         began = time.perf_counter()
         engine, prompts = Engine.from_checkpoint(self.checkpoint, self.config), self.prompts()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self.emit("startup_s", time.perf_counter() - began, "s")
         if "prefill" in parts:
             rate, step = (median(each) for each in zip(*(self.prefill(engine, prompts) for _ in range(REPEATS))))

@@ -21,13 +21,13 @@ from tessera_evaluation.plan import parse_policy
 from tessera_quantize.compressed import quantization_config
 
 SHAPE = ROOT / "loadtest" / "shapes" / "internvl3-8b-shape"
-STAGE_OF_OLD = ROOT / "loadtest" / "bench" / "ladder_stage.py"
+OLD_STAGE = ROOT / "loadtest" / "bench" / "ladder_stage.py"
 LABELS = ("yes", "no")
 
 
 @dataclass(frozen=True)
 class OldWay:
-    """How something was done below a rung, where no setting says it. ``stage``: whose model.py is STAGE_OF_OLD, or, if
+    """How something was done below a rung, where no setting says it. ``stage``: whose model.py is OLD_STAGE, or, if
     there is a ``line``, in whose config.pbtxt the second of these stands for the first."""
 
     stage: str = ""
@@ -190,7 +190,7 @@ def repository(ways: list[OldWay], folder: Path) -> Path:
                 raise RuntimeError(f"{config}: expected once {way.line[0]!r}")
             config.write_text(text.replace(*way.line))
         elif way.stage:
-            shutil.copyfile(STAGE_OF_OLD, folder / way.stage / "1" / "model.py")
+            shutil.copyfile(OLD_STAGE, folder / way.stage / "1" / "model.py")
     return folder
 
 

@@ -143,7 +143,7 @@ class Reader:
 
 
 def in_turn(turn: int, pages: int) -> int:
-    """Which page is the so-manieth: each time through all of them in another order, the same in all runs."""
+    """The page of a turn: each time through all of them in another order, the same in all runs."""
     order = list(range(pages))
     random.Random(turn // pages).shuffle(order)
     return order[turn % pages]

@@ -14,7 +14,7 @@ import pytest
 from bench import ladder as bench_ladder
 from bench import ladder_report, ladder_rungs
 from bench.ladder_report import Ladder
-from bench.ladder_rungs import NAMES, STAGE_OF_OLD, jobs, kept_ways
+from bench.ladder_rungs import NAMES, OLD_STAGE, jobs, kept_ways
 from figures import ROOT
 from serving import DEFAULT_CHECKPOINT
 
@@ -60,7 +60,7 @@ def test_the_first_rung_s_repository_has_all_old_ways_and_the_last_one_s_is_ours
     assert (first.mps, last.mps) == (False, True)
     for stage in ("preprocess", "vision_encoder", "language_model"):
         model, ours = f"{stage}/1/model.py", ROOT / "model_repository"
-        assert (first.repository / model).read_text() == STAGE_OF_OLD.read_text()
+        assert (first.repository / model).read_text() == OLD_STAGE.read_text()
         for file in (model, f"{stage}/config.pbtxt"):
             assert (last.repository / file).read_text() == (ours / file).read_text()
     assert "max_batch_size: 1\n" in (first.repository / "vision_encoder" / "config.pbtxt").read_text()
@@ -76,7 +76,7 @@ def test_the_shape_in_4_bits_is_one_that_the_engine_reads(tmp_path: Path):
     assert not isinstance(select(["lm_head"]), Int4)
 
 
-# ---- the stages of old
+# ---- stages as they once were
 
 
 def stage(name: str, folder: Path) -> ModuleType:
@@ -123,7 +123,6 @@ def test_the_first_rung_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert line["req_s"] > 0 and line["p99_ms"] >= line["p50_ms"] > 0
 
 
-# ---- the loop of transformers
 
 
 # ---- what becomes of the lines
