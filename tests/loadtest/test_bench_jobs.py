@@ -17,8 +17,8 @@ def test_what_questions_wait_and_what_the_job_loses(monkeypatch, capsys):
             yield Running([address], [], [], "", 0.0)
 
     monkeypatch.setattr(bench_jobs, "serve", serve)
-    # What the job loses here is chance.
-    monkeypatch.setitem(bench_jobs.BARS, "loss_pct", 100.0)
+    # What the job loses here, and how long a starved machine takes, is chance.
+    monkeypatch.setattr(bench_jobs, "BARS", dict.fromkeys(bench_jobs.BARS, float("inf")))
     arguments = ["--gpus", "", "--concurrency", "4", "--least", "200", "--processes", "1", "--rate", "50"]
     monkeypatch.setattr("sys.argv", ["jobs", *arguments, "--seed", "3"])
     assert bench_jobs.main() == 0
