@@ -123,8 +123,6 @@ def test_the_first_rung_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert line["req_s"] > 0 and line["p99_ms"] >= line["p50_ms"] > 0
 
 
-
-
 # ---- what becomes of the lines
 
 
