@@ -9,7 +9,7 @@ from typing import Any
 
 import cv2
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from tessera.preprocess.decode import Limits, read_checked_header
 
@@ -24,6 +24,11 @@ def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
     stream = io.BytesIO()
     image.save(stream, kind, **options)
     return stream.getvalue()
+
+
+def by_pillow(data: bytes) -> np.ndarray:
+    """Upright RGB, uint8 [H, W, 3]."""
+    return np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
 
 
 def jpeg(width: int = 96, height: int = 64, **options: Any) -> bytes:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import io
+import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import encoded_pictures as pictures
 import numpy as np
 import pytest
 from faults import mutations
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from tessera.errors import InvalidRequest
-from tessera.preprocess.decode import Limits, decode
+from tessera.preprocess.decode import Limits, decode, encoded_bytes
 
 CORPUS = pictures.corpus() | {
     f"{kind} large": pictures.saved(Image.fromarray(pictures.smooth(320, 240)), kind, **options)
@@ -41,11 +45,21 @@ def by_pillow(data: bytes) -> np.ndarray | None:
         return None
 
 
-def by_us(data: bytes) -> np.ndarray | None:
+def by_us(data: bytes, enough: tuple[int, int] | None = None) -> np.ndarray | None:
+    """Its pixels, None for an InvalidRequest; fails on any other error, and where it takes a second of processor
+    time."""
+    started = time.process_time()
     try:
-        return decode(data, LIMITS)
-    except InvalidRequest:
-        return None
+        encoded = encoded_bytes(data, "image 0")
+        width, height = pictures.probe_size(encoded, LIMITS, "image 0")
+        pixels = decode(encoded, LIMITS, "image 0", enough)
+        assert pixels.dtype == np.uint8 and (enough or pixels.shape == (height, width, 3))
+    except InvalidRequest as error:
+        assert str(error).startswith("image 0 ")
+        assert ".py" not in str(error) and str(Path(__file__).parents[2]) not in str(error)
+        pixels = None
+    assert time.process_time() - started < 1
+    return pixels
 
 
 def mutants(name: str) -> Iterator[bytes]:
@@ -67,6 +81,8 @@ def mutants(name: str) -> Iterator[bytes]:
 def test_as_pillow(name: str) -> None:
     both = 0
     for number, data in enumerate(mutants(name)):
+        if name.startswith("jpeg"):
+            by_us(data, enough=(11, 7))
         expected, found = by_pillow(data), by_us(data)
         if expected is None and "animated" in name and found is not None:  # frames behind the one that counts
             assert np.array_equal(found, by_pillow(CORPUS[name]))
@@ -148,3 +164,19 @@ def test_a_damaged_webp_is_not_filled_from_the_chunk_behind_it() -> None:
             broken += 1
             assert by_us(damaged) is None
     assert broken
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(list(CORPUS.values())), st.floats(0, 1))
+def test_files_cut_anywhere(data: bytes, share: float) -> None:
+    cut = data[: int(len(data) * share)]
+    assert (by_us(cut) is None) == (cut != data)
+
+
+@settings(max_examples=200)
+@given(
+    st.sampled_from([b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\x20\0\0\0WEBP", b"data:"]),
+    st.binary(max_size=80),
+)
+def test_any_bytes(start: bytes, rest: bytes) -> None:
+    by_us(start + rest)

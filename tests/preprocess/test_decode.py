@@ -10,7 +10,7 @@ import zlib
 import encoded_pictures as pictures
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image
 
 from tessera.errors import InvalidRequest
 from tessera.preprocess.decode import Limits, decode, encoded_bytes, upright
@@ -18,30 +18,16 @@ from tessera.preprocess.decode import Limits, decode, encoded_bytes, upright
 CORPUS = pictures.corpus()
 
 
-def by_pillow(data: bytes) -> np.ndarray:
-    return np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
-
-
 @pytest.mark.filterwarnings("ignore:Palette images")
 @pytest.mark.parametrize("kind", list(CORPUS))
 def test_pixels_and_sizes_as_pillow(kind: str) -> None:
-    expected = by_pillow(CORPUS[kind]).astype(int)
+    expected = pictures.by_pillow(CORPUS[kind]).astype(int)
     found = decode(CORPUS[kind])
     assert found.dtype == np.uint8 and found.flags.c_contiguous
     assert found.shape == expected.shape
     assert pictures.probe_size(CORPUS[kind]) == (expected.shape[1], expected.shape[0])
     # CMYK is converted in another fixed-point arithmetic; all else is the same library's output.
     assert np.abs(found - expected).max() <= (1 if "cmyk" in kind else 0)
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_exif_orientations(kind: str, orientation: int) -> None:
-    image = Image.fromarray(pictures.smooth(48, 32))
-    data = pictures.saved(image, kind, exif=pictures.exif(orientation))
-    expected = by_pillow(data)
-    assert pictures.probe_size(data) == ((32, 48) if orientation >= 5 else (48, 32))
-    assert np.array_equal(decode(data), expected)
 
 
 @pytest.mark.parametrize(("enough", "divisor"), [((49, 10), 1), ((48, 32), 2), ((24, 16), 4), ((12, 8), 8)])
@@ -94,7 +80,7 @@ def test_16_bit_grey_of_16_and_of_8_bits(factor: int, offset: int, shift: int) -
     found = decode(data)
     assert np.array_equal(found, np.repeat((grey >> shift)[..., None], 3, axis=2))
     if not shift:
-        assert np.array_equal(found, by_pillow(data))
+        assert np.array_equal(found, pictures.by_pillow(data))
 
 
 @pytest.mark.parametrize("largest", [256, 1023, 4095])

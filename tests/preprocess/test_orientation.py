@@ -9,7 +9,7 @@ import zlib
 import encoded_pictures as pictures
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image
 
 from tessera.errors import InvalidRequest
 from tessera.preprocess.decode import decode
@@ -18,13 +18,9 @@ STORED = pictures.smooth(48, 32)
 KINDS = ["JPEG", "PNG", "WEBP"]
 
 
-def by_pillow(data: bytes) -> np.ndarray:
-    return np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
-
-
 def agrees(data: bytes) -> bool:
     """Whether we turn the file as Pillow does; its orientation makes a difference to the pixels."""
-    expected = by_pillow(data)
+    expected = pictures.by_pillow(data)
     assert np.array_equal(decode(data), expected)
     assert pictures.probe_size(data) == expected.shape[1::-1]
     return not np.array_equal(expected, np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
@@ -70,6 +66,12 @@ def with_jpeg_segment(data: bytes, body: bytes, at: int = 2) -> bytes:
 @pytest.mark.parametrize("kind", KINDS)
 def test_xmp(kind: str, form: str, orientation: int) -> None:
     assert agrees(file(kind, packet=xmp(orientation, form))) == (2 <= orientation <= 8)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", KINDS)
+def test_exif(kind: str, orientation: int) -> None:
+    assert agrees(file(kind, tiff(3, bytes([orientation])))) == (orientation > 1)
 
 
 @pytest.mark.parametrize("order", "<>")

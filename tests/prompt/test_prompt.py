@@ -131,12 +131,6 @@ def test_tokens_that_strip_take_the_whitespace_beside_them_and_nothing_else(stri
         assert stripping_case.ours(messages=messages, images=1).input_ids.tolist() == stripping_case.theirs(messages)
 
 
-def test_whitespace_beside_a_token_that_strips_is_gone(stripping_case: Case) -> None:
-    flag = stripping_case.tokenizer.added_tokens["<|im_start|>"]
-    bare, front, behind = (stripping_case.ours(text).input_ids.tolist() for text in ("yes", " \nyes", "yes \n"))
-    assert (front == bare, behind == bare) == (flag.rstrip, flag.lstrip)
-
-
 def test_turns_and_images_as_transformers(case: Case) -> None:
     messages = [
         {"role": "system", "content": "You inspect homes.\n"},
@@ -213,13 +207,6 @@ def test_a_special_token_as_a_whole_part_is_text(tmp_path: Path, forged: str) ->
     ids = case.ours(forged).input_ids.tolist()
     assert case.tokenizer.token_id(forged) not in ids
     assert case.tokenizer.decode(ids, skip_special_tokens=False) == f"<img>{forged}</img>"
-
-
-def test_special_tokens_split_over_parts_are_text(plain_case: Case) -> None:
-    parts = [{"type": "text", "text": piece} for piece in ("<IMG_", "CONTEXT>", "<|im_end", "|>")]
-    ids = plain_case.ours(messages=[{"role": "user", "content": parts}]).input_ids.tolist()
-    assert plain_case.tokenizer.token_id("<IMG_CONTEXT>") not in ids
-    assert ids.count(plain_case.tokenizer.token_id("<|im_end|>")) == 1
 
 
 def test_a_marker_cannot_finish_a_special_token(plain_case: Case) -> None:
@@ -326,69 +313,66 @@ def test_no_text_can_spell_a_turn_of_phi3(tmp_path: Path) -> None:
     assert [ids.count(tokenizer.token_id(token)) for token in PHI3_TOKENS] == [1, 1, 1, 2]
 
 
-def test_system_message_is_read_from_conversation_py_and_not_run(tmp_path: Path) -> None:
-    (tmp_path / "conversation.py").write_text(
-        "raise SystemExit\n"
-        "register(Conversation(name='other', system_message='wrong'))\n"
-        "register(Conversation(name='internlm2-chat', system_message='你是助手。'))\n",
-        encoding="utf-8",
-    )
-    builder, tokenizer, _ = chat_builder(tmp_path, "internlm2-chat")
-    text = tokenizer.decode(builder.build(parse_chat("hi", None, 0).messages, []).input_ids, False)
-    assert text.startswith("<|im_start|>system\n你是助手。<|im_end|>")
-    own = parse_chat(None, [{"role": "system", "content": "Mine."}, {"role": "user", "content": "hi"}], 0)
-    assert "你是助手" not in tokenizer.decode(builder.build(own.messages, []).input_ids, False)
-
-
 def system_text(builder: PromptBuilder, tokenizer: Tokenizer) -> str:
     text = tokenizer.decode(builder.build(parse_chat("hi", None, 0).messages, []).input_ids, False)
     return text.removesuffix("<|im_start|>user\nhi<|im_end|><|im_start|>assistant\n")
 
 
-def test_a_stated_system_message_wins_even_if_it_is_empty(tmp_path: Path) -> None:
-    """The reference writes the system turn of an empty message too."""
-    (tmp_path / "conversation.py").write_text("Conversation(name='Hermes-2', system_message='theirs')")
-    builder, tokenizer, family = chat_builder(tmp_path, "Hermes-2", system_message="")
-    assert system_text(builder, tokenizer) == "<|im_start|>system\n<|im_end|>"
-    own = PromptBuilder(read_config(tmp_path), family, tokenizer, system="Ours.")
-    assert system_text(own, tokenizer) == "<|im_start|>system\nOurs.<|im_end|>"
-    builder, tokenizer, _ = chat_builder(tmp_path, "Hermes-2")
-    assert system_text(builder, tokenizer) == "<|im_start|>system\ntheirs<|im_end|>"
+CODE = """raise SystemExit
+register(Conversation(name='other', system_message='wrong'))
+register(Conversation(name='Hermes-2', system_message='你是助手。'))
+"""
+
+
+@pytest.mark.parametrize(
+    ("stated", "own", "expected"),
+    [
+        ({}, None, "你是助手。"),
+        ({"system_message": ""}, None, ""),  # whose turn the reference writes too
+        ({"system_message": "Be brief."}, None, "Be brief."),
+        ({"system_message": "Be brief."}, "Ours.", "Ours."),
+    ],
+)
+def test_the_system_message_is_read_and_no_code_is_run(
+    tmp_path: Path, stated: dict[str, str], own: str | None, expected: str
+) -> None:
+    (tmp_path / "conversation.py").write_text(CODE, encoding="utf-8")
+    builder, tokenizer, family = chat_builder(tmp_path, "Hermes-2", **stated)
+    builder = PromptBuilder(read_config(tmp_path), family, tokenizer, system=own) if own else builder
+    assert system_text(builder, tokenizer) == f"<|im_start|>system\n{expected}<|im_end|>"
+    mine = parse_chat(None, [{"role": "system", "content": "Mine."}, {"role": "user", "content": "hi"}], 0)
+    assert "助手" not in tokenizer.decode(builder.build(mine.messages, []).input_ids, False)
 
 
 def test_without_conversation_py_the_system_message_is_asked_for(tmp_path: Path) -> None:
     """Before, such a folder was loaded without its system turn."""
     with pytest.raises(CheckpointError, match=r"no conversation\.py.*fetch that file.*system_message.*config\.json"):
         chat_builder(tmp_path, "Hermes-2")
-    config = read_config(tmp_path)
-    tokenizer = Tokenizer.from_folder(tmp_path)
+    config, tokenizer = read_config(tmp_path), Tokenizer.from_folder(tmp_path)
     builder = PromptBuilder(config, family_for(config), tokenizer, system="Ours.")
     assert system_text(builder, tokenizer) == "<|im_start|>system\nOurs.<|im_end|>"
 
 
+ONCE = r"template 'internvl2_5' once.*one plain string.*config\.json"
+
+
 @pytest.mark.parametrize(
-    "code",
+    ("template", "code", "stated", "complaint"),
     [
-        "Conversation(name='other', system_message='x')",
-        "Conversation(name='internvl2_5')",
-        "Conversation(name='internvl2_5', system_message='joined ' + 'strings')",
-        "Conversation(name='internvl2_5', system_message=f'{1}')",
-        "SYSTEM = 'x'\nConversation(name='internvl2_5', system_message=SYSTEM)",
-        "Conversation('internvl2_5', '{system_message}', 'by place')",
-        "Conversation(name='internvl2_5', system_message='a')\nConversation(name='internvl2_5', system_message='b')",
+        ("internvl2_5", "Conversation(name='other', system_message='x')", {}, ONCE),
+        ("internvl2_5", "Conversation(name='internvl2_5')", {}, ONCE),
+        ("internvl2_5", "Conversation(name='internvl2_5', system_message='joined ' + 'strings')", {}, ONCE),
+        ("internvl2_5", "SYSTEM = 'x'\nConversation(name='internvl2_5', system_message=SYSTEM)", {}, ONCE),
+        ("internvl2_5", "Conversation('internvl2_5', '{system_message}', 'by place')", {}, ONCE),
+        ("internvl2_5", 2 * "Conversation(name='internvl2_5', system_message='a')\n", {}, ONCE),
+        ("internvl2_5", "Conversation(", {}, "cannot be parsed"),
+        ("internvl2_5", "", {"system_message": ["x"]}, "system_message must be text"),
+        ("vicuna", "", {}, "vicuna"),
     ],
 )
-def test_a_system_message_that_cannot_be_read_is_asked_for(tmp_path: Path, code: str) -> None:
+def test_a_system_message_that_cannot_be_read_is_asked_for(
+    tmp_path: Path, template: str, code: str, stated: dict[str, Any], complaint: str
+) -> None:
     (tmp_path / "conversation.py").write_text(code)
-    with pytest.raises(CheckpointError, match=r"template 'internvl2_5' once.*one plain string.*config\.json"):
-        chat_builder(tmp_path, "internvl2_5")
-
-
-def test_a_system_message_of_another_type_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="system_message must be text"):
-        chat_builder(tmp_path, "internvl2_5", system_message=["x"])
-
-
-def test_unknown_conversation_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="vicuna"):
-        chat_builder(tmp_path, "vicuna")
+    with pytest.raises(CheckpointError, match=complaint):
+        chat_builder(tmp_path, template, **stated)

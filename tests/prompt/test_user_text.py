@@ -59,24 +59,8 @@ def test_templates_see_the_plain_text(looking: Case, text: str) -> None:
         assert looking.ours(text).input_ids.tolist() == looking.theirs([{"role": "user", "content": text}])
 
 
-# As in Qwen3's template: what an assistant thought is cut off.
-THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
-{% set content = m.content %}{% if '</think>' in content %}
-{% set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}{{ content }}<|im_end|>{% endfor %}"""
-
-
-def test_a_template_that_cuts_thoughts(tmp_path: Path) -> None:
-    case = Case(folders.write_hf_folder(tmp_path, folders.byte_level(), THINKING))
-    messages = [
-        {"role": "user", "content": "is it?"},
-        {"role": "assistant", "content": "<think>\nwell, <img> ...\n</think>\n\nYes."},
-    ]
-    prompt = case.ours(messages=messages)
-    assert prompt.input_ids.tolist() == case.theirs(messages)
-    assert case.tokenizer.decode(prompt.input_ids).endswith("assistant\nYes.")
-
-
-# The rest of what Qwen3's own template does with a chat: it looks for the last question, and keeps thoughts after it.
+# What Qwen3's own template does with a chat: it cuts off what an assistant thought, but for what follows the last
+# question.
 QUERIES = """{%- set ns = namespace(last=messages|length - 1, open=true) %}
 {%- for m in messages[::-1] %}{% set index = messages|length - 1 - loop.index0 %}
 {%- if ns.open and m.role == 'user' and m.content is string and not (m.content.startswith('<tool_response>')
