@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
@@ -41,130 +41,6 @@ EXCLUDED_BY_CHOICES = (
 )
 # What an answer must be; one request has one of them. The last three constrain it (see tessera.prompt.grammar).
 SHAPES = ("choices", "regex", "json_schema", "json_object")
-
-
-@dataclass(frozen=True)
-class SamplingParameters:
-    """How to choose and end the answer; names, ranges and defaults are vLLM's, but that ``temperature`` is 0.
-
-    ``max_tokens`` None: as many as the context has room for beside the prompt (and the cache, where it is smaller).
-    ``temperature`` 0 is greedy. ``top_k`` 0 and -1 mean all tokens. ``seed`` None draws one. ``logprobs`` n returns,
-    for every token, its own log probability and those of the n likeliest (True: 0; None: nothing). They are taken
-    before temperature, top_k and top_p, and before penalties and whatever else rules tokens out.
-
-    ``min_p`` rules out, after temperature and before top_k and top_p, what is less likely than that part of the
-    likeliest token. ``stop_token_ids`` end the answer as the model's own end does, also under ``ignore_eos``.
-    ``logit_bias`` (pairs of token and bias; sent as a mapping) is added to the logits before anything else changes
-    them.
-
-    ``repetition_penalty`` divides what is above 0 among the logits of all tokens of prompt and answer, and multiplies
-    what is below. ``frequency_penalty`` is subtracted as often as the answer holds the token, ``presence_penalty`` once
-    where it holds it at all. ``no_repeat_ngram_size`` n rules out what would repeat n tokens in a row of prompt and
-    answer; 0 allows all. They apply in this order, before ``min_tokens`` and temperature; a picture's rows are no
-    tokens to them. ``priority``: of the requests that wait, the lower ones run first.
-
-    ``choices``: the answer is the likeliest of these labels, and every label's scores come with it (see
-    tessera.engine.structured_output.labels). How much is computed follows from them, so ``max_tokens`` does not limit
-    it; it still counts where prompt and answer must fit the context.
-
-    ``regex``, ``json_schema`` (JSON text) or ``json_object`` (any JSON object): what the whole answer must match,
-    unless max_tokens or a stop string ends it early. ``logprobs`` are then the model's own too: of tokens that are not
-    allowed as well.
-    """
-
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
-    priority: int = 0
-    choices: tuple[str, ...] | None = None
-    regex: str | None = None
-    json_schema: str | None = None
-    json_object: bool = False
-    min_p: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def least_room(self) -> int:
-        """Tokens of an answer for which there must be room beside the prompt."""
-        return self.max_tokens or max(self.min_tokens, 1)
-
-    @property
-    def constraint(self) -> str | None:
-        """The name of the parameter that the answer must match."""
-        return next((name for name in SHAPES[1:] if getattr(self, name) not in (None, False)), None)
-
-    @cached_property  # asked at every step
-    def penalized(self) -> bool:
-        """Whether the tokens so far change the choice of the next."""
-        return any(getattr(self, name) != getattr(SamplingParameters, name) for name in PENALTIES)
-
-    @property
-    def plain(self) -> bool:
-        """Whether the likeliest token is all that is asked for, once the answer has ``min_tokens``."""
-        wants = self.temperature > 0 or self.logprobs is not None or self.choices is not None
-        return not (wants or self.logit_bias or self.penalized or self.constraint)
-
-    @property
-    def named_tokens(self) -> dict[str, list[int]]:
-        """The tokens that parameters name, which a vocabulary must have."""
-        return {"stop_token_ids": [*self.stop_token_ids], "logit_bias": [token for token, _ in self.logit_bias]}
-
-    @classmethod
-    def parse(cls, given: str | bytes | Mapping[str, Any] | None) -> SamplingParameters:
-        """From JSON text or a mapping; strings that hold numbers count as numbers.
-
-        PREPROCESS_KEYS are passed over. Raises InvalidRequest naming the key that is unknown, of a wrong type or
-        out of range, or both keys where one excludes the other.
-        """
-        if isinstance(given, (str, bytes)):
-            try:
-                given = json.loads(given) if given.strip() else {}
-            except ValueError as error:
-                raise InvalidRequest(f"sampling_parameters is not valid JSON: {error}") from error
-        if given is None:
-            given = {}
-        if not isinstance(given, Mapping):
-            raise InvalidRequest(f"sampling_parameters must be a JSON object, not {type(given).__name__}")
-        known = {f.name for f in fields(cls)}
-        given = {name: value for name, value in given.items() if name not in PREPROCESS_KEYS}
-        unknown = sorted(str(name) for name in given if name not in known)
-        if unknown:
-            near = get_close_matches(unknown[0][:40], [*known, *PREPROCESS_KEYS], 1, 0.75)
-            meant = f"; did you mean {near[0]!r}?" if near else "; the clients' documentation lists the known ones"
-            raise InvalidRequest(f"sampling_parameters: unknown key {_listed(unknown)}{meant}")
-        values = {name: _READERS[name](name, value) for name, value in given.items() if value is not None}
-        parameters = cls(**values)
-        if parameters.max_tokens is not None and parameters.min_tokens > parameters.max_tokens:
-            raise InvalidRequest(
-                f"sampling_parameters: min_tokens {parameters.min_tokens} exceeds max_tokens {parameters.max_tokens}"
-            )
-        shapes = [name for name in SHAPES if getattr(parameters, name) not in (None, False)]
-        if parameters.constraint is not None and parameters.ignore_eos:
-            shapes = [parameters.constraint, "ignore_eos"]
-        if len(shapes) > 1:
-            raise InvalidRequest(
-                f"sampling_parameters: {shapes[0]} and {shapes[1]} exclude each other; send one of them"
-            )
-        if parameters.choices is not None:
-            for name in EXCLUDED_BY_CHOICES:
-                if getattr(parameters, name) != getattr(cls, name):
-                    raise InvalidRequest(
-                        f"sampling_parameters: choices and {name} exclude each other; send one of them"
-                    )
-        return parameters
 
 
 def _listed(names: list[str]) -> str:
@@ -303,31 +179,133 @@ def _text(name: str, text: str, most: int) -> str:
     return text
 
 
-_READERS: dict[str, Callable[[str, Any], Any]] = {
-    "max_tokens": _integer(1),
-    "min_tokens": _integer(0),
-    "temperature": _real(0, math.inf),
-    "top_p": _real(0, 1, above=True),
-    "top_k": _integer(-1),
-    "min_p": _real(0, 1),
-    "seed": _integer(-(2**63)),
-    "stop": _stop,
-    "stop_token_ids": _stop_token_ids,
-    "ignore_eos": _flag,
-    "logprobs": _logprobs,
-    "logit_bias": _logit_bias,
-    "skip_special_tokens": _flag,
-    "include_stop_str_in_output": _flag,
-    "presence_penalty": _real(-2, 2),
-    "frequency_penalty": _real(-2, 2),
-    "repetition_penalty": _real(0, 10, above=True),
-    "no_repeat_ngram_size": _integer(0),
-    "priority": _integer(-(2**63)),
-    "choices": _choices,
-    "regex": _regex,
-    "json_schema": _json_schema,
-    "json_object": _flag,
-}
+def _key(default: Any, read: Callable[[str, Any], Any]) -> Any:
+    """A field, and what makes its value of a request's."""
+    return field(default=default, metadata={"read": read})
+
+
+@dataclass(frozen=True)
+class SamplingParameters:
+    """How to choose and end the answer; names, ranges and defaults are vLLM's, but that ``temperature`` is 0.
+
+    ``max_tokens`` None: as many as the context has room for beside the prompt (and the cache, where it is smaller).
+    ``temperature`` 0 is greedy. ``top_k`` 0 and -1 mean all tokens. ``seed`` None draws one. ``logprobs`` n returns,
+    for every token, its own log probability and those of the n likeliest (True: 0; None: nothing). They are taken
+    before temperature, top_k and top_p, and before penalties and whatever else rules tokens out.
+
+    ``min_p`` rules out, after temperature and before top_k and top_p, what is less likely than that part of the
+    likeliest token. ``stop_token_ids`` end the answer as the model's own end does, also under ``ignore_eos``.
+    ``logit_bias`` (pairs of token and bias; sent as a mapping) is added to the logits before anything else changes
+    them.
+
+    ``repetition_penalty`` divides what is above 0 among the logits of all tokens of prompt and answer, and multiplies
+    what is below. ``frequency_penalty`` is subtracted as often as the answer holds the token, ``presence_penalty`` once
+    where it holds it at all. ``no_repeat_ngram_size`` n rules out what would repeat n tokens in a row of prompt and
+    answer; 0 allows all. They apply in this order, before ``min_tokens`` and temperature; a picture's rows are no
+    tokens to them. ``priority``: of the requests that wait, the lower ones run first.
+
+    ``choices``: the answer is the likeliest of these labels, and every label's scores come with it (see
+    tessera.engine.structured_output.labels). How much is computed follows from them, so ``max_tokens`` does not limit
+    it; it still counts where prompt and answer must fit the context.
+
+    ``regex``, ``json_schema`` (JSON text) or ``json_object`` (any JSON object): what the whole answer must match,
+    unless max_tokens or a stop string ends it early. ``logprobs`` are then the model's own too: of tokens that are not
+    allowed as well.
+    """
+
+    max_tokens: int | None = _key(None, _integer(1))
+    min_tokens: int = _key(0, _integer(0))
+    temperature: float = _key(0.0, _real(0, math.inf))
+    top_p: float = _key(1.0, _real(0, 1, above=True))
+    top_k: int = _key(0, _integer(-1))
+    seed: int | None = _key(None, _integer(-(2**63)))
+    stop: tuple[str, ...] = _key((), _stop)
+    ignore_eos: bool = _key(False, _flag)
+    logprobs: int | None = _key(None, _logprobs)
+    skip_special_tokens: bool = _key(True, _flag)
+    include_stop_str_in_output: bool = _key(False, _flag)
+    presence_penalty: float = _key(0.0, _real(-2, 2))
+    frequency_penalty: float = _key(0.0, _real(-2, 2))
+    repetition_penalty: float = _key(1.0, _real(0, 10, above=True))
+    no_repeat_ngram_size: int = _key(0, _integer(0))
+    priority: int = _key(0, _integer(-(2**63)))
+    choices: tuple[str, ...] | None = _key(None, _choices)
+    regex: str | None = _key(None, _regex)
+    json_schema: str | None = _key(None, _json_schema)
+    json_object: bool = _key(False, _flag)
+    min_p: float = _key(0.0, _real(0, 1))
+    stop_token_ids: tuple[int, ...] = _key((), _stop_token_ids)
+    logit_bias: tuple[tuple[int, float], ...] = _key((), _logit_bias)
+
+    @property
+    def least_room(self) -> int:
+        """Tokens of an answer for which there must be room beside the prompt."""
+        return self.max_tokens or max(self.min_tokens, 1)
+
+    @property
+    def constraint(self) -> str | None:
+        """The name of the parameter that the answer must match."""
+        return next((name for name in SHAPES[1:] if getattr(self, name) not in (None, False)), None)
+
+    @cached_property  # asked at every step
+    def penalized(self) -> bool:
+        """Whether the tokens so far change the choice of the next."""
+        return any(getattr(self, name) != getattr(SamplingParameters, name) for name in PENALTIES)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the likeliest token is all that is asked for, once the answer has ``min_tokens``."""
+        wants = self.temperature > 0 or self.logprobs is not None or self.choices is not None
+        return not (wants or self.logit_bias or self.penalized or self.constraint)
+
+    @property
+    def named_tokens(self) -> dict[str, list[int]]:
+        """The tokens that parameters name, which a vocabulary must have."""
+        return {"stop_token_ids": [*self.stop_token_ids], "logit_bias": [token for token, _ in self.logit_bias]}
+
+    @classmethod
+    def parse(cls, given: str | bytes | Mapping[str, Any] | None) -> SamplingParameters:
+        """From JSON text or a mapping; strings that hold numbers count as numbers.
+
+        PREPROCESS_KEYS are passed over. Raises InvalidRequest naming the key that is unknown, of a wrong type or
+        out of range, or both keys where one excludes the other.
+        """
+        if isinstance(given, (str, bytes)):
+            try:
+                given = json.loads(given) if given.strip() else {}
+            except ValueError as error:
+                raise InvalidRequest(f"sampling_parameters is not valid JSON: {error}") from error
+        if given is None:
+            given = {}
+        if not isinstance(given, Mapping):
+            raise InvalidRequest(f"sampling_parameters must be a JSON object, not {type(given).__name__}")
+        known = {key.name: key.metadata["read"] for key in fields(cls)}
+        given = {name: value for name, value in given.items() if name not in PREPROCESS_KEYS}
+        unknown = sorted(str(name) for name in given if name not in known)
+        if unknown:
+            near = get_close_matches(unknown[0][:40], [*known, *PREPROCESS_KEYS], 1, 0.75)
+            meant = f"; did you mean {near[0]!r}?" if near else "; the clients' documentation lists the known ones"
+            raise InvalidRequest(f"sampling_parameters: unknown key {_listed(unknown)}{meant}")
+        values = {name: known[name](name, value) for name, value in given.items() if value is not None}
+        parameters = cls(**values)
+        if parameters.max_tokens is not None and parameters.min_tokens > parameters.max_tokens:
+            raise InvalidRequest(
+                f"sampling_parameters: min_tokens {parameters.min_tokens} exceeds max_tokens {parameters.max_tokens}"
+            )
+        shapes = [name for name in SHAPES if getattr(parameters, name) not in (None, False)]
+        if parameters.constraint is not None and parameters.ignore_eos:
+            shapes = [parameters.constraint, "ignore_eos"]
+        if len(shapes) > 1:
+            raise InvalidRequest(
+                f"sampling_parameters: {shapes[0]} and {shapes[1]} exclude each other; send one of them"
+            )
+        if parameters.choices is not None:
+            for name in EXCLUDED_BY_CHOICES:
+                if getattr(parameters, name) != getattr(cls, name):
+                    raise InvalidRequest(
+                        f"sampling_parameters: choices and {name} exclude each other; send one of them"
+                    )
+        return parameters
 
 
 # A minute of waiting is worth one step of priority: longer than a job whose requests fill the server waits (512 of them
