@@ -8,12 +8,11 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import Shape, as_internvl_chat, hf_native
+from tiny_checkpoints import hf_native
 
 from tessera.checkpoint.weights import SafetensorsFolder, copy_whole, fill, split_names
 from tessera.errors import CheckpointError
 from tessera.models.registry import read_config
-from tessera.models.tower import tower_class
 
 
 def shard(folder, parts=2):
@@ -77,29 +76,6 @@ def test_a_folder_without_weights_has_no_names(tmp_path):
         source.get("lm_head.weight")
 
 
-@pytest.mark.parametrize("text", ["qwen2", "llama"])
-def test_names_with_and_without_the_leading_model_mean_the_same(tmp_path, text):
-    new = hf_native(tmp_path / "new", Shape(text=text))
-    old = hf_native(tmp_path / "old", Shape(text=text), prefix="model.")
-    config = read_config(new)
-    splits = [split_names(SafetensorsFolder(folder).names(), config) for folder in (new, old)]
-    for part in ("vision", "text"):
-        assert sorted(splits[0][part].values()) == sorted(splits[1][part].values())
-        assert set(splits[0][part]) != set(splits[1][part])
-    assert "model.layers.1.self_attn.q_proj.weight" in splits[0]["text"].values()
-    assert "lm_head.weight" in splits[0]["text"].values()
-
-
-def test_internlm2_keeps_its_own_names(tmp_path):
-    chat = as_internvl_chat(hf_native(tmp_path / "a", Shape(text="llama")), tmp_path / "b")
-    split = split_names(SafetensorsFolder(chat).names(), read_config(chat))
-    assert split["text"]["language_model.model.layers.0.attention.wqkv.weight"] == (
-        "model.layers.0.attention.wqkv.weight"
-    )
-    assert split["text"]["language_model.output.weight"] == "output.weight"
-    assert split["vision"]["mlp1.3.bias"] == "projector.linear2.bias"
-
-
 def test_unknown_and_double_names(tmp_path):
     config = read_config(hf_native(tmp_path))
     with pytest.raises(CheckpointError, match=r"1 weights.*vision_tower\.encoder\.layer\.0\.attention\.q_proj\.scale"):
@@ -137,23 +113,3 @@ def test_fill_converts_to_each_weight_s_dtype():
 def test_fill_names_what_does_not_fit(tensors, complaint):
     with pytest.raises(CheckpointError, match=complaint):
         fill("it", targets(torch.nn.Linear(3, 4)), [("weight", torch.ones(4, 3)), *tensors])
-
-
-@pytest.mark.parametrize(("layout", "stored"), [("chat", "qkv"), ("hf", "q_proj")])
-def test_a_tower_takes_q_k_and_v_as_one_matrix_or_as_three(tmp_path, layout, stored):
-    folder = hf_native(tmp_path / "hf", Shape(text="llama"))
-    folder = folder if layout == "hf" else as_internvl_chat(folder, tmp_path / "chat")
-    config, source = read_config(folder), SafetensorsFolder(folder)
-    names = split_names(source.names(), config)["vision"]
-    tensors = {ours: source.get(name) for name, ours in names.items()}
-    tower = tower_class(config)(config)
-    fill("it", tower.targets(set(tensors)), tensors.items())
-    name = f"layers.1.attention.{stored}.weight"
-    assert torch.equal(tower.layers[1].attention.qkv.weight[: len(tensors[name])], tensors[name])
-    missing = name.replace("q_proj", "k_proj")
-    del tensors[missing]
-    with pytest.raises(CheckpointError, match=f"{missing}: missing"):
-        fill("it", tower.targets(set(tensors)), tensors.items())
-    tensors[missing] = tensors["layers.1.attention.wrong.weight"] = torch.ones(1)
-    with pytest.raises(CheckpointError, match=rf"wrong.weight: left over; |{missing}: has shape"):
-        fill("it", tower.targets(set(tensors)), tensors.items())

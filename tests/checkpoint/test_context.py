@@ -23,39 +23,31 @@ def folder(path: Path, **shape: Any) -> Path:
     return tiny_checkpoints.hf_native(path, tiny_checkpoints.Shape(max_position=TRAINED, **shape))
 
 
-def lengths(path: Path, asked: int | None) -> tuple[int, int]:
-    engine = Engine.from_checkpoint(path, EngineConfig(max_model_len=asked, max_sequences=2))
-    return Preprocessor.from_checkpoint(path, PreprocessSettings(context_length=asked)).prompts.context_length, (
-        engine.max_model_len
-    )
-
-
 @pytest.mark.parametrize("asked", [None, 100, 400])
-def test_dynamic_rope_reaches_beyond_the_trained_length_in_both(tmp_path: Path, asked: int | None) -> None:
-    path = folder(tmp_path, rope=DYNAMIC)
-    assert lengths(path, asked) == (asked or TRAINED,) * 2
-    long = PreprocessRequest(text="word " * 60)
-    prompts = Preprocessor.from_checkpoint(path, PreprocessSettings(context_length=asked))
+@pytest.mark.parametrize("rope", [DYNAMIC, LINEAR, None])
+def test_a_dynamic_rope_alone_reaches_beyond_the_trained_length(tmp_path: Path, rope: Any, asked: int | None) -> None:
+    """In both stages alike; another is refused in the same words."""
+    path = folder(tmp_path, **({"rope": rope} if rope else {}))
+
+    def preprocessor() -> Preprocessor:
+        return Preprocessor.from_checkpoint(path, PreprocessSettings(context_length=asked))
+
+    def engine() -> Engine:
+        return Engine.from_checkpoint(path, EngineConfig(max_model_len=asked, max_sequences=2))
+
+    if asked == 400 and rope is not DYNAMIC:
+        words = "^max_model_len 400 exceeds the checkpoint's context of 128$"
+        for load in (preprocessor, engine):
+            with pytest.raises(ConfigError, match=words):
+                load()
+        return
+    ours, long = preprocessor(), PreprocessRequest(text="word " * 60)
+    assert (ours.prompts.context_length, engine().max_model_len) == (asked or TRAINED,) * 2
     if asked == 400:
-        assert TRAINED < len(prompts(long).input_ids) < 400
+        assert TRAINED < len(ours(long).input_ids) < 400
     else:
         with pytest.raises(InvalidRequest, match="leaves no room"):
-            prompts(long)
-
-
-@pytest.mark.parametrize("rope", [LINEAR, None])
-def test_other_ropes_are_refused_in_both_with_the_same_words(tmp_path: Path, rope: Any) -> None:
-    path = folder(tmp_path, **({"rope": rope} if rope else {}))
-    words = []
-    for load in (
-        lambda: Preprocessor.from_checkpoint(path, PreprocessSettings(context_length=400)),
-        lambda: Engine.from_checkpoint(path, EngineConfig(max_model_len=400, max_sequences=2)),
-    ):
-        with pytest.raises(ConfigError, match="max_model_len 400 exceeds the checkpoint's context of 128") as caught:
-            load()
-        words.append(str(caught.value))
-    assert words[0] == words[1]
-    assert lengths(path, 100) == (100, 100)
+            ours(long)
 
 
 def test_the_stage_takes_max_model_len(tmp_path: Path) -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from tessera.errors import CheckpointError
 from tessera.models.text.rotary import Rotary
 
 
 def rotary(scaling=None, head_dim=8, theta=100.0, trained=16, sections=None):
-    return Rotary(head_dim, theta, scaling, trained, torch.device("cpu"), sections)
+    config = SimpleNamespace(
+        head_dim=head_dim,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=trained,
+        mrope_section=sections,
+    )
+    return Rotary(config, torch.device("cpu"))
 
 
 def angles(module, positions, lengths=None):
@@ -22,7 +30,7 @@ def angles(module, positions, lengths=None):
 
 
 def test_sections_follow_their_axis():
-    module = rotary({"rope_type": "mrope"}, sections=(1, 2, 1))
+    module = rotary(None, sections=(1, 2, 1))
     found = angles(module, [[1, 0], [2, 0], [3, 1]])
     frequency = [100.0 ** (-2 * i / 8) for i in range(4)]
     expected = [[1 * frequency[0], 2 * frequency[1], 2 * frequency[2], 3 * frequency[3]], [0, 0, 0, frequency[3]]]
@@ -56,24 +64,3 @@ LONGROPE = {
 def test_longrope_s_scale_may_be_stated(stated, scale):
     cos, sin = rotary(LONGROPE | stated).angles(torch.tensor([[3]]), torch.tensor([9]))
     torch.testing.assert_close(torch.hypot(sin, cos), torch.full((1, 4), scale))
-
-
-@pytest.mark.parametrize(
-    ("scaling", "message"),
-    [
-        ({"rope_type": "longrope", "original_max_position_embeddings": 4}, "'long_factor'"),
-        (LONGROPE | {"long_factor": [1.0] * 5}, "long_factor must be 4 numbers"),
-        (LONGROPE | {"short_factor": 2.0}, "short_factor must be 4 numbers"),
-        ({"rope_type": "yarn", "factor": 2.0}, "'yarn'"),
-        ({"type": "su"}, "'su'"),
-        ({"rope_type": "linear"}, "factor"),
-    ],
-)
-def test_what_is_not_understood_is_named(scaling, message):
-    with pytest.raises(CheckpointError, match=message):
-        rotary(scaling)
-
-
-def test_sections_that_are_no_half_head_are_refused():
-    with pytest.raises(CheckpointError, match="mrope_section"):
-        rotary(sections=(2, 3, 4))

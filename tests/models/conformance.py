@@ -166,8 +166,11 @@ def check_plans(folder: Path, sizes: Sequence[tuple[int, int]], policies: Sequen
             plan = family.plan(*size, policy)
             assert family.plan_of(plan.wire) == plan
             assert plan.pixel_bytes == plan.cost * values and plan.tokens <= plan.cost * most
-            assert sum(count for token, count in family.pieces(plan) if token == family.image_token) == plan.tokens
-            assert {token for token, _ in family.pieces(plan)} <= set(family.control_tokens)
+            assert (
+                sum(count for token, count in family.placeholder_tokens(plan) if token == family.image_token)
+                == plan.tokens
+            )
+            assert {token for token, _ in family.placeholder_tokens(plan)} <= set(family.control_tokens)
 
 
 def check_strict_config(folder: Path) -> None:
@@ -194,19 +197,22 @@ def check_strict_weights(folder: Path) -> None:
     """A weight of the tower that is missing, one too many, and one that nobody reads are named as the file has them."""
     config, file = read_config(folder), folder / "model.safetensors"
     stored = load_file(file)
-    name = max(name for name, ours in split_names(stored, config)["vision"].items() if ours.startswith("layers."))
-    more, unread = re.sub(r"\.\d+\.", ".99.", name, count=1), name + ".more"
+    layers = {name for name, ours in split_names(stored, config)["vision"].items() if ours.startswith("layers.")}
 
     def load(tensors: dict[str, torch.Tensor]) -> None:
         save_file(tensors, file)
         load_tower(config)
 
-    with pytest.raises(CheckpointError, match=f" {re.escape(name)}: missing"):
-        load({other: tensor for other, tensor in stored.items() if other != name})
-    with pytest.raises(CheckpointError, match=f" {re.escape(more)}: left over"):
-        load(stored | {more: stored[name].clone()})
-    with pytest.raises(CheckpointError, match=f"1 weights are not known to .*: {re.escape(unread)}"):
-        load(stored | {unread: stored[name].clone()})
+    for name in (max(layers), min(name for name in layers if "att" in name)):
+        more, unread = re.sub(r"\.\d+\.", ".99.", name, count=1), name + ".more"
+        with pytest.raises(CheckpointError, match=f" {re.escape(name)}: missing"):
+            load({other: tensor for other, tensor in stored.items() if other != name})
+        with pytest.raises(CheckpointError, match=f" {re.escape(more)}: left over"):
+            load(stored | {more: stored[name].clone()})
+        with pytest.raises(CheckpointError, match=f"1 weights are not known to .*: {re.escape(unread)}"):
+            load(stored | {unread: stored[name].clone()})
+        with pytest.raises(CheckpointError, match=f" {re.escape(name)}: has shape"):
+            load(stored | {name: stored[name][:-1].clone()})
     load(stored)
 
 

@@ -27,7 +27,7 @@ def test_a_plan(family: ModelFamily) -> None:
     assert thumbnail == View(448, 448, (1, 448, 1, 448, 3), (0, 2, 1, 3, 4))
     assert (grid.grid, thumbnail.grid) == ((2, 3), (1, 1))
     assert plan.pixel_bytes == 7 * np.prod(family.unit_shape)
-    assert family.pieces(plan) == (("<img>", 1), ("<IMG_CONTEXT>", 7 * 256), ("</img>", 1))
+    assert family.placeholder_tokens(plan) == (("<img>", 1), ("<IMG_CONTEXT>", 7 * 256), ("</img>", 1))
     assert family.positions(5, np.zeros((0, 2), np.int32), []) is None
 
 

@@ -134,49 +134,28 @@ def test_a_deployment_s_are_refused_at_start(folder: Path) -> None:
         Preprocessor.from_checkpoint(folder, PreprocessSettings(tile_policy="native"))
 
 
-def stage() -> TritonPythonModel:
-    started = TritonPythonModel()
-    started.initialize({"model_name": "preprocess", "model_repository": str(MODEL), "model_config": "{}"})
-    return started
-
-
-def test_positions_leave_the_stage_where_the_family_has_any(
-    backend: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def answered() -> dict[str, np.ndarray]:
-        (response,) = stage().execute([InferenceRequest([strings("image", PAGE), strings("text_input", b"What?")])])
-        assert not response.has_error(), response.error()
-        return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
-
-    assert "POSITIONS" not in answered()  # of the default model, InternVL
-    monkeypatch.setenv("TESSERA_CHECKPOINT", str(folder))
-    found = answered()
-    assert found["POSITIONS"].shape == (3, len(found["INPUT_IDS"])) and found["POSITIONS"].dtype == np.int32
+def stage_outputs(*inputs: Any, **wanted: Any) -> dict[str, np.ndarray]:
+    """What preprocess answers to PAGE as a stage of the server."""
+    stage = TritonPythonModel()
+    stage.initialize({"model_name": "preprocess", "model_repository": str(MODEL), "model_config": "{}"})
+    (response,) = stage.execute([InferenceRequest([strings("image", PAGE), *inputs], **wanted)])
+    assert not response.has_error(), response.error()
+    return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
 
 
 def test_the_stage_reads_both_from_the_environment_and_the_request(
     backend: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Positions leave it where the family has any; how a picture is cut where that is asked."""
+    assert "POSITIONS" not in stage_outputs(strings("text_input", b"What?"))  # of the default model, InternVL
     monkeypatch.setenv("TESSERA_CHECKPOINT", str(folder))
-    monkeypatch.setenv("TESSERA_PREPROCESS_TILE_POLICY", '{"max_pixels": 200704}')
-    preprocess = stage()
-    for sampling, patches in ((b"{}", [38, 26]), (b'{"max_pixels": 50176}', [18, 12])):
-        request = InferenceRequest([strings("image", PAGE), strings("sampling_parameters", sampling)])
-        (response,) = preprocess.execute([request])
-        assert not response.has_error(), response.error()
-        (plan,) = (tensor for tensor in response.output_tensors() if tensor.name() == "PLAN")
-        assert plan.as_numpy().tolist() == [[0, 1, *patches]]
-
-
-def test_the_stage_says_how_a_picture_is_cut_where_that_is_asked(
-    backend: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TESSERA_CHECKPOINT", str(folder))
-    request = InferenceRequest([strings("image", PAGE, PAGE)], outputs=("CUT",))
-    (response,) = stage().execute([request])
-    cuts = {tensor.name(): tensor for tensor in response.output_tensors()}["CUT"].as_numpy()
+    found = stage_outputs(outputs=("CUT", "POSITIONS", "INPUT_IDS"))
     view = {"width": 616, "height": 868, "rows": 31, "columns": 22}
-    assert json.loads(cuts[0]) == [{"tokens": 682, "unit": "image tokens", "policies": [], "views": [view]}] * 2
+    assert json.loads(found["CUT"][0]) == [{"tokens": 682, "unit": "image tokens", "policies": [], "views": [view]}]
+    assert found["POSITIONS"].shape == (3, len(found["INPUT_IDS"])) and found["POSITIONS"].dtype == np.int32
+    monkeypatch.setenv("TESSERA_PREPROCESS_TILE_POLICY", '{"max_pixels": 200704}')
+    for sampling, patches in ((b"{}", [38, 26]), (b'{"max_pixels": 50176}', [18, 12])):
+        assert stage_outputs(strings("sampling_parameters", sampling))["PLAN"].tolist() == [[0, 1, *patches]]
 
 
 def test_the_engine_passes_over_what_preprocess_reads() -> None:
@@ -196,7 +175,7 @@ def test_a_plan(ours: Preprocessor) -> None:
     assert (plan.tokens, plan.cost, plan.wire) == (6, 6, (1, 4, 6))
     assert plan.views == (View(84, 56, (2, 2, 14, 3, 2, 14, 3), (0, 3, 1, 4, 2, 5, 6)),)
     assert plan.pixel_bytes == 6 * np.prod(ours.family.unit_shape)
-    assert ours.family.pieces(plan) == (("<|image_pad|>", 6),)
+    assert ours.family.placeholder_tokens(plan) == (("<|image_pad|>", 6),)
 
 
 @pytest.mark.parametrize("wire", [(1, 0, 2), (1, 3, 2), (1, 2, 5), (1, -2, -2)])

@@ -61,22 +61,6 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return family_for(read_config(folder))
 
 
-@pytest.mark.parametrize(
-    ("size", "tokens"),
-    [
-        ((448, 448), (256, 256, 256, 256)),
-        ((480, 320), (256, 256, 1792, 1792)),
-        ((320, 480), (256, 768, 1792, 1792)),
-        ((640, 480), (256, 256, 1792, 3328)),
-        ((480, 360), (256, 256, 1792, 3328)),
-        ((1920, 1080), (256, 768, 768, 2304)),
-    ],
-)
-def test_token_counts(family: ModelFamily, size: tuple[int, int], tokens: tuple[int, ...]) -> None:
-    found = tuple(family.plan(*size, TilePolicy(max_tiles=most)).tokens for most in (1, 2, 6, 12))
-    assert found == tokens
-
-
 @pytest.mark.parametrize("name", TILE_POLICIES)
 @pytest.mark.parametrize("thumbnail", THUMBNAIL_RULES)
 def test_every_policy_on_random_sizes(family: ModelFamily, name: str, thumbnail: str) -> None:
@@ -110,46 +94,12 @@ def expected(
     return expected_grid(family.order, *size, least, most)
 
 
-@pytest.mark.parametrize(
-    ("size", "grid"),
-    [
-        ((480, 320), (1, 1)),  # 1.5 times as wide as high: just within the bound, and 0.57 of a tile's pixels
-        ((481, 320), (2, 1)),  # just beyond it
-        ((448, 448), (1, 1)),
-        ((517, 517), (1, 1)),  # 0.75 * 517^2 = 200,466 pixels of a tile's 200,704
-        ((518, 518), (2, 2)),  # 201,243: two and three tiles have no square
-        ((1920, 1080), (4, 2)),  # 0.75 of its pixels are 7.75 tiles
-        ((1344, 1344), (3, 3)),  # 6.75 tiles: seven is no shape for it, and 4x2 is twice as wide as high
-        ((3840, 2160), (4, 3)),  # 31 tiles would be needed: as many as allowed
-        ((8000, 400), (12, 1)),  # no grid is as long as that
-        ((10, 10), (1, 1)),
-    ],
-)
-def test_native_grids(family: ModelFamily, size: tuple[int, int], grid: tuple[int, int]) -> None:
-    plan = family.plan(*size, TILE_POLICIES["native"])
-    columns, rows = grid
-    assert plan.wire == (columns * rows + (grid != (1, 1)), rows, columns)
-
-
 def test_token_counts_of_480x320_by_name(family: ModelFamily) -> None:
     """As tile_policy.py's table has them."""
     tokens = {name: family.plan(480, 320, policy).tokens for name, policy in TILE_POLICIES.items()}
     assert tokens == {"reference": 1792, "dense": 3328, "two-tile": 512, "budget": 256, "native": 256}
     one_tile_and_thumbnail = TilePolicy.parse({"max_tiles": 1, "thumbnail": "always"}, TilePolicy())
     assert family.plan(480, 320, one_tile_and_thumbnail).tokens == 512
-
-
-def test_a_budget_bounds_a_picture_thumbnail_included(family: ModelFamily) -> None:
-    """1920x1080 by nearest aspect: 4x2 of up to 8 tiles, 2x1 of up to 7 (16:9 lies nearest 2:1)."""
-
-    def tokens(**keys: object) -> int:
-        return family.plan(1920, 1080, TilePolicy.parse({"name": "budget", **keys}, TilePolicy())).tokens
-
-    found = [tokens(token_budget=budget) for budget in (256, 767, 768, 2303, 2304)]
-    assert found == [256, 256, 768, 768, 2304]
-    assert [tokens(token_budget=budget, thumbnail="never") for budget in (256, 512, 2048)] == [256, 512, 2048]
-    assert tokens(token_budget=512, thumbnail="always") == 512
-    assert tokens(token_budget=99999, max_tiles=2) == 768
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 :func:`hf_native` writes what transformers' ``InternVLForConditionalGeneration.save_pretrained`` would;
 :func:`as_internvl_chat` rewrites such a folder in the original InternVLChatModel layout, so that the two hold the same
-model under different names (``text="internlm2"`` needs a Llama body). Nothing here imports transformers.
+model under different names (``text="internlm2"`` needs a Llama body).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ SENTENCEPIECE_CHATS = {
     "internlm2": ("InternLM2Tokenizer", ("<|im_start|>", "<|im_end|>"), {}),
     "phi3": ("LlamaTokenizer", ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), {"rstrip": True}),
 }
+CHAT_NAMES = {"attention_bias": "qkv_bias", "use_qk_norm": "qk_normalization"}
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -65,6 +66,7 @@ class Shape:
     text_layers: int = 2
     text_mlp: int = 96
     text_bias: bool = False  # Llama's and Qwen3's attention_bias; Qwen2 always has q/k/v biases
+    text_mlp_bias: bool = False  # Llama's alone
     tie: bool = False
     max_position: int = 4096
     rope: tuple[tuple[str, Any], ...] = (("rope_type", "default"), ("rope_theta", 10000.0))
@@ -77,22 +79,6 @@ class Shape:
     @property
     def tokens_per_tile(self) -> int:
         return (self.image_size // self.patch_size // 2) ** 2
-
-
-DEFAULT_MODEL_SHAPE = Shape(
-    patch_size=28,
-    vision_hidden=256,
-    vision_heads=4,
-    vision_layers=4,
-    vision_mlp=512,
-    text_hidden=256,
-    text_heads=4,
-    text_kv_heads=2,
-    head_dim=64,
-    text_layers=2,
-    text_mlp=512,
-    tie=True,
-)
 
 
 def hf_native(
@@ -166,18 +152,11 @@ def as_internvl_chat(
         "llm_config": llm,
         "vision_config": {
             "architectures": ["InternVisionModel"],
+            **{
+                CHAT_NAMES.get(name, name): value[0] if isinstance(value, list) else value
+                for name, value in tower.items()
+            },
             "model_type": "intern_vit_6b",
-            "hidden_size": tower["hidden_size"],
-            "intermediate_size": tower["intermediate_size"],
-            "num_hidden_layers": tower["num_hidden_layers"],
-            "num_attention_heads": tower["num_attention_heads"],
-            "image_size": tower["image_size"][0],
-            "patch_size": tower["patch_size"][0],
-            "hidden_act": tower["hidden_act"],
-            "norm_type": tower["norm_type"],
-            "layer_norm_eps": tower["layer_norm_eps"],
-            "qkv_bias": tower["attention_bias"],
-            "qk_normalization": tower["use_qk_norm"],
         },
     }
     write_json(folder / "config.json", config)
@@ -208,7 +187,7 @@ def _hf_config(shape: Shape, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[s
     text |= {
         "qwen2": {"use_sliding_window": False, "sliding_window": None},
         "qwen3": {"attention_bias": shape.text_bias, "use_sliding_window": False, "sliding_window": None},
-        "llama": {"attention_bias": shape.text_bias, "mlp_bias": False},
+        "llama": {"attention_bias": shape.text_bias, "mlp_bias": shape.text_mlp_bias},
         "phi3": {"sliding_window": 2 * shape.max_position, **shape.outside_rope},
     }[shape.text]
     return {
@@ -286,12 +265,12 @@ def _text_weights(shape: Shape, vocab_size: int) -> dict[str, tuple[int, ...]]:
         else:
             for part, rows in (("q", queries), ("k", keys), ("v", keys)):
                 weights |= _linear(f"{layer}.self_attn.{part}_proj", rows, size, bias=qwen2 or shape.text_bias)
-            weights |= _linear(f"{layer}.mlp.gate_proj", shape.text_mlp, size, bias=False)
-            weights |= _linear(f"{layer}.mlp.up_proj", shape.text_mlp, size, bias=False)
+            weights |= _linear(f"{layer}.mlp.gate_proj", shape.text_mlp, size, bias=shape.text_mlp_bias)
+            weights |= _linear(f"{layer}.mlp.up_proj", shape.text_mlp, size, bias=shape.text_mlp_bias)
         weights |= _linear(f"{layer}.self_attn.o_proj", size, queries, bias=not qwen2 and shape.text_bias)
         if shape.text == "qwen3":
             weights |= {f"{layer}.self_attn.{part}_norm.weight": (shape.head_dim,) for part in "qk"}
-        weights |= _linear(f"{layer}.mlp.down_proj", size, shape.text_mlp, bias=False)
+        weights |= _linear(f"{layer}.mlp.down_proj", size, shape.text_mlp, bias=shape.text_mlp_bias)
         weights[f"{layer}.input_layernorm.weight"] = (size,)
         weights[f"{layer}.post_attention_layernorm.weight"] = (size,)
     if not shape.tie:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -79,28 +78,13 @@ def _write_added_tokens(
 
 
 def _sentencepiece_model(pieces: list[tuple[str, float, int]]) -> bytes:
-    """A serialised sentencepiece ``ModelProto`` (field numbers of sentencepiece_model.proto)."""
+    """BPE of (text, score, type) with byte fallback; nothing is normalised, and a space is put in front."""
+    from sentencepiece import sentencepiece_model_pb2 as proto
 
-    def varint(value: int) -> bytes:
-        out = bytearray()
-        while value > 127:
-            out.append(value & 127 | 128)
-            value >>= 7
-        return bytes([*out, value])
-
-    def message(field: int, content: bytes) -> bytes:
-        return varint(field << 3 | 2) + varint(len(content)) + content
-
-    def number(field: int, value: int) -> bytes:
-        return varint(field << 3) + varint(value)
-
-    encoded = b""
-    for piece, score, kind in pieces:
-        body = message(1, piece.encode()) + varint(2 << 3 | 5) + struct.pack("<f", score) + number(3, kind)
-        encoded += message(1, body)
-    trainer = number(3, 2) + number(4, len(pieces)) + number(35, 1)  # model_type BPE, vocab_size, byte_fallback
-    normalizer = message(1, b"identity") + number(3, 1) + number(4, 0) + number(5, 1)
-    return encoded + message(2, trainer) + message(3, normalizer)
+    each = [proto.ModelProto.SentencePiece(piece=text, score=score, type=kind) for text, score, kind in pieces]
+    trainer = proto.TrainerSpec(model_type="BPE", vocab_size=len(pieces), byte_fallback=True)
+    normalizer = proto.NormalizerSpec(name="identity", remove_extra_whitespaces=False)
+    return proto.ModelProto(pieces=each, trainer_spec=trainer, normalizer_spec=normalizer).SerializeToString()
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

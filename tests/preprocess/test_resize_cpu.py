@@ -81,15 +81,6 @@ def test_fast_shrinks_by_means_over_whole_blocks() -> None:
     assert np.abs(found - expected).max() <= 1
 
 
-@pytest.mark.parametrize(("source", "target"), SIZES)
-def test_fast_is_near_pillow_on_smooth_pictures(source: tuple[int, int], target: tuple[int, int]) -> None:
-    image = pictures.smooth(*source)
-    expected = np.asarray(Image.fromarray(image).resize(target, Image.Resampling.BICUBIC)).astype(int)
-    found = resize_fast(image, *target)
-    assert found.shape == expected.shape and found.dtype == np.uint8
-    assert np.abs(found - expected).mean() <= 5
-
-
 PROGRAM = """
 import sys
 import cv2, numpy

@@ -53,7 +53,7 @@ class Case:
         rendered = self.reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         first, *rest = rendered.split("<IMG_CONTEXT>")
         for index, piece in enumerate(rest):
-            pieces = self.family.pieces(self.family.plan(448 * (1 + index % 2), 448, POLICY))
+            pieces = self.family.placeholder_tokens(self.family.plan(448 * (1 + index % 2), 448, POLICY))
             first += "".join(token * count for token, count in pieces) + piece
         bos = self.reference.bos_token
         return self.reference(first, add_special_tokens=not (bos and rendered.startswith(bos)))["input_ids"]

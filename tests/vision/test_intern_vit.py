@@ -45,18 +45,6 @@ def test_patches_are_taken_in_blocks_of_the_pixel_shuffle(tmp_path):
     assert changed == [1 + order.index(6)]
 
 
-def test_folded_layer_scales_change_nothing_but_rounding(tmp_path):
-    tower = InternViT(read_config(hf_native(tmp_path, Shape(**SMALL)))).requires_grad_(False)
-    for layer in tower.blocks:
-        layer.scale1.normal_()
-        layer.scale2.normal_()
-    x = torch.randn(2, 17, 32)
-    before = sum(tower.blocks[0](x))
-    tower.blocks[0].fold_scales()
-    assert tower.blocks[0].scale1 is None
-    torch.testing.assert_close(sum(tower.blocks[0](x)), before, atol=1e-5, rtol=1e-5)
-
-
 def test_attend_is_softmax_attention():
     query, key, value = torch.randn(3, 2, 5, 4, 8, generator=torch.Generator().manual_seed(0))
     scores = torch.einsum("nqhd,nkhd->nhqk", query, key) / 8**0.5

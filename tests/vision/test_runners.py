@@ -260,7 +260,7 @@ class OtherTower(Tower):
 
 
 class OtherFamily:
-    cost_unit, unit_shape, for_less = "patches", (2, 2, 3), "send less"
+    cost_unit, unit_shape, reduce_hint = "patches", (2, 2, 3), "send less"
 
     def __init__(self, config):
         pass

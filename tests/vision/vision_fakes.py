@@ -20,7 +20,7 @@ BYTES = TOKENS * 2 * 4  # of a tile's rows
 class TileFamily:
     """Pictures of tiles of SIDE pixels; the wire is (tiles, rows, columns)."""
 
-    cost_unit, unit_shape, for_less = "tiles", (SIDE, SIDE, 3), "send less"
+    cost_unit, unit_shape, reduce_hint = "tiles", (SIDE, SIDE, 3), "send less"
 
     def plan_of(self, wire):
         tiles, rows, columns = wire

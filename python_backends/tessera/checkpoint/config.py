@@ -49,6 +49,12 @@ class TextConfig:
     hidden_act: Literal["silu"] = "silu"
     mrope_section: tuple[int, ...] | None = None
 
+    @property
+    def row_size(self) -> int:
+        """Values of a picture's row: what its tower gives for a token, what the stages carry, cache and spill as one,
+        and how wide tokens are that ``forward_layers`` is given."""
+        return self.hidden_size
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:

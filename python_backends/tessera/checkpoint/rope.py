@@ -30,8 +30,8 @@ _NAMES = {name for names in (*_NEEDED.values(), *_OPTIONAL.values()) for name in
 class Rope(NamedTuple):
     """As TextConfig has them: the base, the rule with its settings (None: plain), the frequencies of each axis."""
 
-    theta: float
-    scaling: dict[str, Any] | None
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
     mrope_section: tuple[int, ...] | None
 
 
@@ -73,7 +73,7 @@ def read_rope(
 
 
 def _shown(rope: Rope) -> str:
-    settings = {"rope_type": "default", **(rope.scaling or {}), "rope_theta": rope.theta}
+    settings = {"rope_type": "default", **(rope.rope_scaling or {}), "rope_theta": rope.rope_theta}
     return f"{settings | ({'mrope_section': rope.mrope_section} if rope.mrope_section else {})!r:.300}"
 
 

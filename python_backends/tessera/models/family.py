@@ -72,7 +72,7 @@ class ModelFamily(ABC):
     #: the token whose positions image rows take, and its id in the checkpoint's vocabulary if the config names it
     image_token: str
     image_token_id: int | None
-    #: every token that ``pieces`` may name
+    #: every token that ``placeholder_tokens`` may name
     control_tokens: tuple[str, ...]
     #: special tokens that a user's text may use with their meaning (grounding marks); all others are plain text there
     user_tokens: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class ModelFamily(ABC):
     #: the names that ``tile_policy`` may have
     policy_names: tuple[str, ...] = ()
     #: how a client has less made of its pictures, for messages
-    for_less: str = "send smaller pictures"
+    reduce_hint: str = "send smaller pictures"
 
     def policy(self, asked: Mapping[str, Any], default: Any = None, max_cost: int | None = None) -> Any:
         """What a deployment or a request ``asked`` for, by POLICY_KEYS (None: nothing), parsed for ``plan``.
@@ -125,7 +125,7 @@ class ModelFamily(ABC):
         """The plan whose wire form this is. Raises InvalidRequest where there is none."""
 
     @abstractmethod
-    def pieces(self, plan: ImagePlan) -> tuple[tuple[str, int], ...]:
+    def placeholder_tokens(self, plan: ImagePlan) -> tuple[tuple[str, int], ...]:
         """(special token, repetitions) that take the place of the prompt's one image token."""
 
     def positions(self, input_length: int, spans: np.ndarray, plans: Sequence[ImagePlan]) -> np.ndarray | None:

@@ -1,4 +1,4 @@
-"""What the stage needs of a vision tower, and how one is filled from a checkpoint."""
+"""What the stage needs of a vision tower, what towers are made of, and how one is filled from a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.weights import SafetensorsFolder, SafetensorsHeaders, Target, copy_whole, fill, split_names
 from tessera.errors import CheckpointError, ConfigError
+from tessera.kernels.fp8_rows import Fp8Rows
+from tessera.kernels.tower_layers import PLAIN, TowerKernels
 from tessera.kernels.tuning import MeasuredChoices
 from tessera.models.registry import spec_of
 
@@ -72,6 +74,54 @@ class Tower(torch.nn.Module):
 
     def finish_loading(self) -> None:
         """Called once when all float32 weights are there."""
+
+
+class MLP(torch.nn.Module):
+    def __init__(self, size: int, inner: int, out: int, activation: str) -> None:
+        super().__init__()
+        self.activation_name = activation
+        self.linear1 = torch.nn.Linear(size, inner)
+        self.linear2 = torch.nn.Linear(inner, out)
+
+    def forward(self, x: torch.Tensor | Fp8Rows, kernels: TowerKernels = PLAIN) -> torch.Tensor:
+        return self.linear2(kernels.linear_and_activate(x, self.linear1, self.activation_name))
+
+
+class TowerLayer(torch.nn.Module):
+    """One block: x + attention(norm1(x)), then x + mlp(norm2(x)).
+
+    The last addition is left to what comes next, so that one kernel can add and normalise.
+    """
+
+    attention: Any
+    mlp: Any
+
+    def __init__(self, norm: Callable[[], torch.nn.Module], attention: torch.nn.Module, mlp: torch.nn.Module) -> None:
+        super().__init__()
+        self.norm1 = norm()
+        self.attention = attention
+        self.norm2 = norm()
+        self.mlp = mlp
+
+    def forward(
+        self, x: torch.Tensor, update: torch.Tensor | None = None, kernels: TowerKernels = PLAIN, *within: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and what is still to be added to it -> the same after this layer, all [..., hidden].
+
+        ``within``: what this layer's attention takes besides; a tower may give each of its layers another.
+        """
+        normed, x = kernels.add_and_norm(x, update, self.norm1)
+        normed, x = kernels.add_and_norm(x, self.attention(normed, kernels, *within), self.norm2)
+        return x, self.mlp(normed, kernels)
+
+
+@torch.no_grad()
+def fold_normalisation(embedding: torch.nn.Linear, mean: Sequence[float], std: Sequence[float]) -> None:
+    """Has a layer that takes (x / 255 - mean) / std, channels last, take x in 0..255 instead."""
+    means, stds = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
+    wide = embedding.weight.double().unflatten(1, (-1, len(stds))) / stds
+    embedding.bias.copy_(embedding.bias.double() - (wide * means).sum((1, 2)))
+    embedding.weight.copy_(wide.flatten(1) / 255)
 
 
 def tower_class(config: CheckpointConfig) -> type[Tower]:

@@ -157,7 +157,7 @@ class Preprocessor:
         if cost > self.max_cost:
             raise InvalidRequest(
                 f"{len(pictures)} images make {cost} {self.family.cost_unit}; the limit is {self.max_cost}. Send fewer "
-                f"images or {self.family.for_less}"
+                f"images or {self.family.reduce_hint}"
             )
         return pictures
 

@@ -155,7 +155,7 @@ class PromptBuilder:
                 yield text, False
 
     def _append_image(self, ids: list[int], spans: list[tuple[int, int]], plan: ImagePlan) -> None:
-        for token, count in self.family.pieces(plan):
+        for token, count in self.family.placeholder_tokens(plan):
             if token == self.family.image_token:
                 spans.append((len(ids), count))
             ids += [self._control_ids[token]] * count
@@ -192,7 +192,7 @@ class PromptBuilder:
         rows = sum(plan.tokens for plan in plans)
         raise InvalidRequest(
             f"the prompt has {length} tokens ({rows} of them for {len(plans)} images); the context of "
-            f"{self.context_length} leaves no room for an answer. Shorten the text or {self.family.for_less}"
+            f"{self.context_length} leaves no room for an answer. Shorten the text or {self.family.reduce_hint}"
         )
 
 

@@ -313,7 +313,7 @@ class SamplingParameters:
 # gets on after ten minutes of nothing but questions.
 STEP_NS = 60_000_000_000
 # A client that asked a question may ask the next: this long it is expected, and no step is launched behind a long one.
-EXPECTED_NS = 30_000_000_000
+RECENT_PRIORITY_NS = 30_000_000_000
 
 
 def rank(priority: int, arrived_ns: int) -> int:
@@ -321,7 +321,7 @@ def rank(priority: int, arrived_ns: int) -> int:
     return arrived_ns + priority * STEP_NS
 
 
-class Expected:
+class RecentPriority:
     """The best recent priority, with which a request may come at any time."""
 
     def __init__(self) -> None:
@@ -330,7 +330,7 @@ class Expected:
 
     def saw(self, priority: int, now_ns: int) -> None:
         """A request of this priority came."""
-        if not self._any or priority <= self._best or now_ns - self._seen_ns > EXPECTED_NS:
+        if not self._any or priority <= self._best or now_ns - self._seen_ns > RECENT_PRIORITY_NS:
             self._best, self._seen_ns, self._any = priority, now_ns, True
 
     def above(self, priority: int) -> bool:

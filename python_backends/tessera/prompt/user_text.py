@@ -30,7 +30,7 @@ class Disguise:
 
 
 class UserText(str):
-    """Disguised text that is the plain text to whoever compares it, searches it, cuts it or adds to it.
+    """Disguised text that is the plain text to code that compares, searches, cuts or extends it.
 
     What comes of that is such text again: where a character came from stays known.
     """

@@ -54,7 +54,7 @@ class TritonPythonModel:
         settings = StageSettings(args)
         sys.setswitchinterval(SWITCH_S)
         self._outbox = Outbox("language_model", SENDER_THREADS)
-        self._hidden = read_config(settings.checkpoint).text.hidden_size
+        self._hidden = read_config(settings.checkpoint).text.row_size
         # Without its engine the stage is as good as dead; as a dead process it is noticed and restarted.
         config = settings.read(EngineConfig)
         self._device = config.device

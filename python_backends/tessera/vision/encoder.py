@@ -121,7 +121,7 @@ class VisionEncoder:
             COPIES_OF_ROWS * rows * hidden * dtype.itemsize,
             largest,
             family.cost_unit,
-            "" if largest == batch else f", or {family.for_less} in preprocess.tile_policy",
+            "" if largest == batch else f", or {family.reduce_hint} in preprocess.tile_policy",
         )
         return cls(
             runner,
@@ -178,7 +178,7 @@ class VisionEncoder:
             if not tower.splits and picture.plan.cost > most:
                 raise InvalidRequest(
                     f"picture {number} costs {picture.plan.cost} {self.family.cost_unit}; the vision tower takes at "
-                    f"most {most} at once: {self.family.for_less}, or raise visual_infer_batch_size"
+                    f"most {most} at once: {self.family.reduce_hint}, or raise visual_infer_batch_size"
                 )
         return pictures
 

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tessera.errors import end_process_if_lost
-from tessera.prompt.sampling import Expected, rank
+from tessera.prompt.sampling import RecentPriority, rank
 from tessera.vision.encoder import PendingRows, VisionEncoder
 from tessera.vision.pictures import VisionItem
 
@@ -80,7 +80,7 @@ class JobQueue:
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
-        self._expected = Expected()
+        self._expected = RecentPriority()
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -43,7 +43,7 @@ class ModelRunner:
     def __init__(self, model: Qwen2, attention: AttentionBackend, max_sequences: int) -> None:
         weight = model.embedding.get_buffer("weight")
         self.vocab_size = model.config.vocab_size
-        self.hidden_size = model.config.hidden_size
+        self.hidden_size = model.config.row_size
         self.position_axes = model.rotary.axes
         self.weights = model.describe_weights() + ", key/value cache in fp8" * attention.storage.fp8
         self.weight_bytes = sum(buffer.nbytes for buffer in model.buffers())

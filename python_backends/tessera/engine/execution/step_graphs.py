@@ -155,7 +155,7 @@ class PromptGraphs(_StepGraphs):
         self._most_blocks = min(most_blocks, -(-_MOST_CONTEXT // attention.storage.block_size))
         self._most_sequences = most_sequences
         self._pieces = attention.static_pieces(most_sequences, most, self._most_blocks)
-        self._x = self._hidden.new_zeros((most, self._hidden.shape[1]))
+        self._x = self._hidden.new_zeros((most, model.config.row_size))
         self._graphs = GraphPool("prompt graphs", sizes, self._run, self._device)
 
     def capture(self) -> None:

@@ -14,7 +14,7 @@ from itertools import chain, islice
 from tessera.engine.kv_cache.block_manager import BlockManager
 from tessera.engine.scheduling.cost_model import CostModel
 from tessera.engine.sequence import Sequence
-from tessera.prompt.sampling import Expected
+from tessera.prompt.sampling import RecentPriority
 
 SHORT_ANSWER = 16  # tokens
 # A step that takes longer is long: the later the next is planned the more it knows of, and the less it is in the way.
@@ -66,7 +66,7 @@ class Load:
         self.running: list[Sequence] = []
         # Never so few that decodes could keep every prompt out.
         self.least_tokens = min(max_batched_tokens, 2 * max_sequences)
-        self.expected = Expected()
+        self.expected = RecentPriority()
         self.worst_priority = -(2**63)  # of all so far
         # Of the recent answers, by the power of two of the tokens asked for: tenants with long answers and tenants with
         # short ones mostly differ in these, and then the one's do not speak for the other's.

@@ -88,7 +88,7 @@ class InternVL(ModelFamily):
     max_cost = 104
     policy_keys = ("tile_policy",)
     policy_names = tuple(TILE_POLICIES)
-    for_less = "lower tile_policy's max_tiles"
+    reduce_hint = "lower tile_policy's max_tiles"
 
     def __init__(self, config: CheckpointConfig) -> None:
         rule = config.pictures
@@ -144,5 +144,5 @@ class InternVL(ModelFamily):
         tiles = rows * columns + thumbnail
         return ImagePlan(tiles * self.tokens_per_tile, tiles, (tiles, rows, columns), tuple(views))
 
-    def pieces(self, plan: ImagePlan) -> tuple[tuple[str, int], ...]:
+    def placeholder_tokens(self, plan: ImagePlan) -> tuple[tuple[str, int], ...]:
         return (self.start_token, 1), (self.image_token, plan.tokens), (self.end_token, 1)

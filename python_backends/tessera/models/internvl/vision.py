@@ -31,7 +31,7 @@ from tessera.kernels.tower_layers import (
 )
 from tessera.kernels.tuning import MeasuredChoices
 from tessera.models.internvl.config import VisionConfig
-from tessera.models.tower import Forward, Tower
+from tessera.models.tower import MLP, Forward, Tower, TowerLayer, fold_normalisation
 
 
 class RMSNorm(nn.Module):
@@ -78,42 +78,15 @@ class Attention(nn.Module):
         return self.output(kernels.attend(query, key, value))
 
 
-class MLP(nn.Module):
-    def __init__(self, size: int, inner: int, out: int, activation: str) -> None:
-        super().__init__()
-        self.activation_name = activation
-        self.linear1 = nn.Linear(size, inner)
-        self.linear2 = nn.Linear(inner, out)
-
-    def forward(self, x: torch.Tensor | Fp8Rows, kernels: TowerKernels = PLAIN) -> torch.Tensor:
-        return self.linear2(kernels.linear_and_activate(x, self.linear1, self.activation_name))
-
-
-class Layer(nn.Module):
-    """One block: x + scale1 * attention(norm1(x)), then x + scale2 * mlp(norm2(x)).
-
-    The last addition is left to what comes next, so that one kernel can add and normalise.
-    """
+class Layer(TowerLayer):
+    """As transformers' with both ``scale``s folded, which :meth:`forward` takes for granted."""
 
     def __init__(self, config: VisionConfig) -> None:
-        super().__init__()
-        self.norm1 = _norm(config)
-        self.attention = Attention(config)
-        self.scale1: nn.Parameter | None = nn.Parameter(torch.ones(config.hidden_size))
-        self.norm2 = _norm(config)
         size = config.hidden_size
-        self.mlp = MLP(size, config.intermediate_size, size, config.hidden_act)
-        self.scale2: nn.Parameter | None = nn.Parameter(torch.ones(config.hidden_size))
-
-    def forward(
-        self, x: torch.Tensor, update: torch.Tensor | None = None, kernels: TowerKernels = PLAIN
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and what is still to be added to it -> the same after this layer; all [n, tokens, hidden]."""
-        normed, x = kernels.add_and_norm(x, update, self.norm1)
-        update = self.attention(normed, kernels)
-        normed, x = kernels.add_and_norm(x, update if self.scale1 is None else update * self.scale1, self.norm2)
-        update = self.mlp(normed, kernels)
-        return x, update if self.scale2 is None else update * self.scale2
+        mlp = MLP(size, config.intermediate_size, size, config.hidden_act)
+        super().__init__(partial(_norm, config), Attention(config), mlp)
+        self.scale1: nn.Parameter | None = nn.Parameter(torch.ones(size))
+        self.scale2: nn.Parameter | None = nn.Parameter(torch.ones(size))
 
     @torch.no_grad()
     def fold_scales(self) -> None:
@@ -164,7 +137,7 @@ class InternViT(Tower):
             vision.hidden_size * self.merge**2, config.text.hidden_size, vision.projector_hidden_act
         )
         self.unit_shape = (vision.image_size, vision.image_size, vision.num_channels)
-        self.row_shape = (self.grid**2, config.text.hidden_size)
+        self.row_shape = (self.grid**2, config.text.row_size)
 
     @property
     def blocks(self) -> list[Layer]:
@@ -291,15 +264,6 @@ class InternViT(Tower):
             )
             epilogue = chosen == "epilogue"
         return partial(self, kernels=gpu_kernels(backend, epilogue=epilogue))
-
-
-@torch.no_grad()
-def fold_normalisation(embedding: nn.Linear, mean: Sequence[float], std: Sequence[float]) -> None:
-    """Has a layer that takes (x / 255 - mean) / std, channels last, take x in 0..255 instead."""
-    means, stds = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
-    wide = embedding.weight.double().unflatten(1, (-1, len(stds))) / stds
-    embedding.bias.copy_(embedding.bias.double() - (wide * means).sum((1, 2)))
-    embedding.weight.copy_(wide.flatten(1) / 255)
 
 
 def _arranged(arrange: Callable[[torch.Tensor], torch.Tensor], target: Target, tensor: torch.Tensor) -> None:

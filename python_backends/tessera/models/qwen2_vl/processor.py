@@ -57,7 +57,7 @@ class Qwen2VL(ModelFamily):
     )
     cost_unit = "image tokens"
     policy_keys = ("tile_policy", "min_pixels", "max_pixels")
-    for_less = "lower max_pixels"
+    reduce_hint = "lower max_pixels"
 
     def __init__(self, config: CheckpointConfig) -> None:
         self.patch, self.merge = config.vision.patch_size, config.vision.spatial_merge_size
@@ -119,7 +119,7 @@ class Qwen2VL(ModelFamily):
         view = View(columns * self.patch, rows * self.patch, split, (0, 3, 1, 4, 2, 5, 6))
         return ImagePlan(down * across, down * across, wire, (view,))
 
-    def pieces(self, plan: ImagePlan) -> tuple[tuple[str, int], ...]:
+    def placeholder_tokens(self, plan: ImagePlan) -> tuple[tuple[str, int], ...]:
         return ((self.image_token, plan.tokens),)
 
     def positions(self, input_length: int, spans: np.ndarray, plans: Sequence[ImagePlan]) -> np.ndarray:

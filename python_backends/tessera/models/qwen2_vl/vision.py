@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache, lru_cache, partial
 from itertools import cycle
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -30,8 +30,7 @@ from tessera.kernels.tower_attention import Attend, VarlenAttention, attend_in_t
 from tessera.kernels.tower_layers import PLAIN, Fp8Linear, TowerKernels, gpu_kernels, varlen_backends
 from tessera.kernels.transfer import to_device
 from tessera.kernels.tuning import MeasuredChoices
-from tessera.models.internvl.vision import MLP, fold_normalisation
-from tessera.models.tower import Forward, Tower, Wires
+from tessera.models.tower import MLP, Forward, Tower, TowerLayer, Wires, fold_normalisation
 
 _EPS = 1e-6  # of every norm
 # Taken off the pixels, which 16-bit numbers hold either way: otherwise weights and bias would nearly cancel for the
@@ -53,29 +52,11 @@ class Attention(nn.Module):
         self.output = nn.Linear(size, size)
 
     def forward(
-        self, x: torch.Tensor | Fp8Rows, turns: torch.Tensor, attend: Attend, kernels: TowerKernels
+        self, x: torch.Tensor | Fp8Rows, kernels: TowerKernels, turns: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         """x [patches, hidden] -> the same; ``turns`` as :meth:`Qwen2ViT.turns` gives them."""
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
         return self.output(attend(*kernels.layers.turn_heads(qkv, turns)))
-
-
-class Layer(nn.Module):
-    """One block: x + attention(norm1(x)), then x + mlp(norm2(x)); the last addition is left to what comes next."""
-
-    def __init__(self, size: int, heads: int, inner: int, activation: str) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(size, eps=_EPS), nn.LayerNorm(size, eps=_EPS)
-        self.attention = Attention(size, heads)
-        self.mlp = MLP(size, inner, size, activation)
-
-    def forward(
-        self, x: torch.Tensor, update: torch.Tensor | None, turns: torch.Tensor, attend: Attend, kernels: TowerKernels
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and what is still to be added to it -> the same after this layer; all [patches, hidden]."""
-        normed, x = kernels.add_and_norm(x, update, self.norm1)
-        normed, x = kernels.add_and_norm(x, self.attention(normed, turns, attend, kernels), self.norm2)
-        return x, self.mlp(normed, kernels)
 
 
 class Merger(MLP):
@@ -99,7 +80,7 @@ class Qwen2ViT(Tower):
 
     def __init__(self, config: CheckpointConfig) -> None:
         super().__init__()
-        vision, text_size = config.vision, config.text.hidden_size
+        vision, text_size = config.vision, config.text.row_size
         size, side, self.merge = vision.embed_dim, vision.patch_size, vision.spatial_merge_size
         self.statistics, self.frames = (vision.pixel_mean, vision.pixel_std), vision.temporal_patch_size
         self.theta, self.head_size = vision.rope_theta, size // vision.num_heads
@@ -107,8 +88,10 @@ class Qwen2ViT(Tower):
         self.batch_unit = max(1, 616 // (self.merge * side)) ** 2
         self.patch_embedding = nn.Linear(3 * side**2, size)
         nn.init.zeros_(self.patch_embedding.bias)  # normalisation alone has one
+        norm, inner = partial(nn.LayerNorm, size, eps=_EPS), size * vision.mlp_ratio
         self.layers = nn.ModuleList(
-            Layer(size, vision.num_heads, size * vision.mlp_ratio, vision.hidden_act) for _ in range(vision.depth)
+            TowerLayer(norm, Attention(size, vision.num_heads), MLP(size, inner, size, vision.hidden_act))
+            for _ in range(vision.depth)
         )
         self.projector = Merger(size, self.merge**2, text_size)
 
@@ -120,7 +103,7 @@ class Qwen2ViT(Tower):
         """:meth:`forward` with what follows from the pictures' sizes: :meth:`turns` and attention within them."""
         x, update = self.embed(pixels), None
         for layer in self.layers:
-            x, update = layer(x, update, turns, attend, kernels)
+            x, update = layer(x, update, kernels, turns, attend)
         return self.projector(x if update is None else x + update, kernels)
 
     def embed(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -141,7 +124,7 @@ class Qwen2ViT(Tower):
     @torch.inference_mode()
     def tuned(self, cost: int, choices: MeasuredChoices) -> Forward:
         """With the attention that is the fastest for pictures of one size, and for others; in float32 torch's own."""
-        layer, weight = cast(Layer, self.layers[0]), self.patch_embedding.weight
+        layer, weight = cast(TowerLayer, self.layers[0]), self.patch_embedding.weight
         if weight.itemsize > 2:
             return partial(self, kernels=gpu_kernels())
 
@@ -184,7 +167,7 @@ class Qwen2ViT(Tower):
         the turned q and k, rows apart and joined, and three for copies that torch's kernel may want); or where the
         pixels are wide. Not counted are what the allocator rounds up and the scratch memory of matrix products.
         """
-        layer, value = cast(Layer, self.layers[0]), self.patch_embedding.weight.itemsize
+        layer, value = cast(TowerLayer, self.layers[0]), self.patch_embedding.weight.itemsize
         hidden, inner, patches = layer.mlp.linear2.out_features, layer.mlp.linear1.out_features, cost * self.merge**2
         largest = max(
             (4 * hidden + 3 * inner) * value,
@@ -258,20 +241,6 @@ SIZES = (256, 512, 1024, 1536, 2048, 3072, 4096)
 _PICTURES = 64  # of a graph's forward: each may end in the middle of a tile of queries
 
 
-class PatchTower(Protocol):
-    """What is asked of a tower: :class:`tessera.models.qwen2_vl.vision.Qwen2ViT`."""
-
-    merge: int
-    head_size: int
-    unit_shape: tuple[int, ...]
-
-    def turns(self, wires: Wires, device: torch.device) -> torch.Tensor: ...
-
-    def rows(
-        self, pixels: torch.Tensor, turns: torch.Tensor, attend: Attend, kernels: TowerKernels
-    ) -> torch.Tensor: ...
-
-
 class PatchGraphs:
     """A tower's forward; used by one thread at a time.
 
@@ -281,7 +250,7 @@ class PatchGraphs:
 
     def __init__(
         self,
-        tower: PatchTower,
+        tower: Qwen2ViT,
         device: torch.device,
         sizes: Sequence[int],
         plan: AttentionPlan | HopperPlan,

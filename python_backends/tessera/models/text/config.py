@@ -24,35 +24,35 @@ from tessera.errors import CheckpointError
 # (transformers 4.52) are the same module; Qwen2-VL's savers write "model.x".
 _BODY = r"(?:model\.|(?:model\.)?language_model\.(?:model\.)?)"
 _HEAD = r"(?:model\.)?(?:language_model\.)?"
-_OUTSIDE: NameTable = (
-    (rf"{_BODY}layers\.\d+\.(?:self_attn|attention)\.rotary_emb\.inv_freq", ""),  # as old savers stored it
-    (rf"{_BODY}embed_tokens\.weight", "model.embed_tokens.weight"),
-    (rf"{_BODY}layers\.(\d+)\.(input|post_attention)_layernorm\.weight", r"model.layers.\1.\2_layernorm.weight"),
-    (rf"{_BODY}norm\.weight", "model.norm.weight"),
-    (rf"{_HEAD}lm_head\.{LINEAR}", r"lm_head.\1"),
-)
-_LLAMA_NAMES: NameTable = (
+_LAYER = r"layers\.\d+\."
+
+
+def _names(*ends: str, head: str = "lm_head") -> NameTable:
+    """Every weight is called as in its file but for how its name begins; ``ends``: patterns of the rest."""
+    return (
+        (rf"{_BODY}{_LAYER}(?:self_attn|attention)\.rotary_emb\.inv_freq", ""),  # as old savers stored it
+        *((rf"{_BODY}({end})", r"model.\1") for end in (*ends, r"norm\.weight")),
+        (rf"{_HEAD}({head}\.{LINEAR})", r"\1"),
+    )
+
+
+_OUTSIDE = (r"embed_tokens\.weight", rf"{_LAYER}(?:input|post_attention)_layernorm\.weight")
+_LLAMA_ENDS = (
     *_OUTSIDE,
-    (rf"{_BODY}layers\.(\d+)\.self_attn\.([qkvo])_proj\.{LINEAR}", r"model.layers.\1.self_attn.\2_proj.\3"),
-    (rf"{_BODY}layers\.(\d+)\.mlp\.(gate|up|down)_proj\.{LINEAR}", r"model.layers.\1.mlp.\2_proj.\3"),
+    rf"{_LAYER}self_attn\.[qkvo]_proj\.{LINEAR}",
+    rf"{_LAYER}mlp\.(?:gate|up|down)_proj\.{LINEAR}",
 )
-_QWEN3_NAMES: NameTable = (
-    *_LLAMA_NAMES,
-    (rf"{_BODY}layers\.(\d+)\.self_attn\.([qk])_norm\.weight", r"model.layers.\1.self_attn.\2_norm.weight"),
+_LLAMA_NAMES = _names(*_LLAMA_ENDS)
+_QWEN3_NAMES = _names(*_LLAMA_ENDS, rf"{_LAYER}self_attn\.[qk]_norm\.weight")
+_PHI3_NAMES = _names(
+    *_OUTSIDE, rf"{_LAYER}self_attn\.(?:qkv|o)_proj\.{LINEAR}", rf"{_LAYER}mlp\.(?:gate_up|down)_proj\.{LINEAR}"
 )
-_PHI3_NAMES: NameTable = (
-    *_OUTSIDE,
-    (rf"{_BODY}layers\.(\d+)\.self_attn\.(qkv|o)_proj\.{LINEAR}", r"model.layers.\1.self_attn.\2_proj.\3"),
-    (rf"{_BODY}layers\.(\d+)\.mlp\.(gate_up|down)_proj\.{LINEAR}", r"model.layers.\1.mlp.\2_proj.\3"),
-)
-_INTERNLM2_NAMES: NameTable = (
-    (rf"{_BODY}layers\.\d+\.(?:self_attn|attention)\.rotary_emb\.inv_freq", ""),  # as old savers stored it
-    (rf"{_BODY}tok_embeddings\.weight", "model.tok_embeddings.weight"),
-    (rf"{_BODY}layers\.(\d+)\.attention\.(wqkv|wo)\.{LINEAR}", r"model.layers.\1.attention.\2.\3"),
-    (rf"{_BODY}layers\.(\d+)\.feed_forward\.w([123])\.{LINEAR}", r"model.layers.\1.feed_forward.w\2.\3"),
-    (rf"{_BODY}layers\.(\d+)\.(attention|ffn)_norm\.weight", r"model.layers.\1.\2_norm.weight"),
-    (rf"{_BODY}norm\.weight", "model.norm.weight"),
-    (rf"{_HEAD}output\.{LINEAR}", r"output.\1"),
+_INTERNLM2_NAMES = _names(
+    r"tok_embeddings\.weight",
+    rf"{_LAYER}attention\.(?:wqkv|wo)\.{LINEAR}",
+    rf"{_LAYER}feed_forward\.w[123]\.{LINEAR}",
+    rf"{_LAYER}(?:attention|ffn)_norm\.weight",
+    head="output",
 )
 _OUTPUT_HEAD = re.compile(rf"{_HEAD}(?:lm_head|output)\.(?:weight|qweight|weight_packed)")
 _LLAMA = dict(
@@ -142,52 +142,6 @@ BODIES = (
 )
 
 
-def _read_text(
-    folder: Path,
-    section: Mapping[str, Any],
-    root: Mapping[str, Any],
-    spec: TextSpec,
-    tie: bool | None,
-    mrope_section: Sequence[int] | None,
-) -> TextConfig:
-    """The language model that ``section`` of the folder's config.json, ``root``, describes."""
-    where = f"{folder}/config.json"
-    stated, prefix = {**spec.defaults, **section}, f"{where}: text model's "
-    for name in ("hidden_size", "num_attention_heads"):
-        check_size(stated[name], prefix + name)
-    heads = stated["num_attention_heads"]
-    if stated["num_key_value_heads"] is None:
-        stated["num_key_value_heads"] = heads
-    if stated["head_dim"] is None:
-        stated["head_dim"] = stated["hidden_size"] // heads
-    for name in ("head_dim", "max_position_embeddings"):
-        check_size(stated[name], prefix + name)
-    positions = stated["max_position_embeddings"]
-    rope = read_rope(section, root, spec.ropes, stated["head_dim"], positions, where, mrope_section, spec.rope_sections)
-    _refuse_windows(section, section.get("sliding_window") if spec.windowed else None, positions, where)
-    switch, other = spec.biases
-    biases = (bool(section.get(switch, other)),) * 2 if isinstance(switch, str) else (switch, other)
-    tied = section.get("tie_word_embeddings", False) if tie is None else tie
-    text = read_fields(
-        TextConfig,
-        stated,
-        prefix,
-        _READ_HERE,
-        architecture=spec.architecture,
-        rope_theta=rope.theta,
-        rope_scaling=rope.scaling,
-        mrope_section=rope.mrope_section,
-        attention_bias=biases[0],
-        output_bias=biases[1],
-        mlp_bias=spec.mlp_switch and bool(section.get("mlp_bias", False)),
-        # A stored head wins over the flag, as in transformers' tie_weights.
-        tie_word_embeddings=bool(tied) and not any(map(_OUTPUT_HEAD.fullmatch, SafetensorsFolder(folder).names())),
-    )
-    if heads % text.num_key_value_heads:
-        raise CheckpointError(f"{where}: {heads} heads do not divide over {text.num_key_value_heads} key heads")
-    return text
-
-
 def _refuse_windows(section: Mapping[str, Any], window: int | None, positions: int, where: str) -> None:
     """No window is applied: ``window``, one in force, is refused where it is shorter than the context."""
     what = f"{where}: sliding-window attention"
@@ -220,13 +174,47 @@ def assemble(
     model_type = text_section.get("model_type")
     of_type = next((spec.architecture for spec in bodies if spec.model_type == model_type), model_type)
     architecture = (text_section.get("architectures") or [of_type])[0]
-    one_of(architecture, specs, f"{folder}/config.json: text model", _REFUSED)
+    where = f"{folder}/config.json"
+    one_of(architecture, specs, f"{where}: text model", _REFUSED)
     spec = specs[architecture]
+    stated, prefix = {**spec.defaults, **text_section}, f"{where}: text model's "
+    for name in ("hidden_size", "num_attention_heads"):
+        check_size(stated[name], prefix + name)
+    heads = stated["num_attention_heads"]
+    if stated["num_key_value_heads"] is None:
+        stated["num_key_value_heads"] = heads
+    if stated["head_dim"] is None:
+        stated["head_dim"] = stated["hidden_size"] // heads
+    for name in ("head_dim", "max_position_embeddings"):
+        check_size(stated[name], prefix + name)
+    positions = stated["max_position_embeddings"]
+    rope = read_rope(
+        text_section, raw, spec.ropes, stated["head_dim"], positions, where, mrope_section, spec.rope_sections
+    )
+    _refuse_windows(text_section, text_section.get("sliding_window") if spec.windowed else None, positions, where)
+    switch, other = spec.biases
+    biases = (bool(text_section.get(switch, other)),) * 2 if isinstance(switch, str) else (switch, other)
+    tied = text_section.get("tie_word_embeddings", False) if tie is None else tie
+    text = read_fields(
+        TextConfig,
+        stated,
+        prefix,
+        _READ_HERE,
+        architecture=spec.architecture,
+        **rope._asdict(),
+        attention_bias=biases[0],
+        output_bias=biases[1],
+        mlp_bias=spec.mlp_switch and bool(text_section.get("mlp_bias", False)),
+        # A stored head wins over the flag, as in transformers' tie_weights.
+        tie_word_embeddings=bool(tied) and not any(map(_OUTPUT_HEAD.fullmatch, SafetensorsFolder(folder).names())),
+    )
+    if heads % text.num_key_value_heads:
+        raise CheckpointError(f"{where}: {heads} heads do not divide over {text.num_key_value_heads} key heads")
     eos = read_json(folder, "generation_config.json").get("eos_token_id", text_section.get("eos_token_id"))
     return CheckpointConfig(
         folder=folder,
         model_type=raw.get("model_type", fields["layout"]),
-        text=_read_text(folder, text_section, raw, spec, tie, mrope_section),
+        text=text,
         weight_names={"vision": fields.pop("vision_names"), "text": spec.names},
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         raw=raw,

@@ -16,7 +16,6 @@ from torch import nn
 
 from tessera.attention.backend import AttentionBackend, AttentionStep, HeadShape
 from tessera.checkpoint.weights import Target, copy_whole
-from tessera.errors import CheckpointError
 from tessera.kernels.operands import Unfinished
 from tessera.linear.layers import Embedding, RmsNorm
 from tessera.linear.scheme import Linear, Place, Rows, SchemeSelector, stacked
@@ -103,9 +102,13 @@ class DecoderLayer(nn.Module):
         """As :meth:`Qwen2.targets`, for this layer."""
         norms = {self.names.input_norm: self.input_norm, self.names.post_norm: self.post_norm}
         targets = norm_targets({self.prefix + name: norm for name, norm in norms.items()})
-        for linear in (self.qkv, self.output, self.gate_up, self.down):
+        for linear in self.places():
             targets |= linear.targets(stored)
         return targets
+
+    def places(self) -> dict[Linear, Place]:
+        """The linear layers, and where they stand."""
+        return {self.qkv: "qkv", self.output: "output", self.gate_up: "gate_up", self.down: "down"}
 
 
 class Qwen2(nn.Module):
@@ -117,18 +120,9 @@ class Qwen2(nn.Module):
 
     def __init__(self, config: TextConfig, schemes: SchemeSelector, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        if config.hidden_act != "silu":
-            raise CheckpointError(f"hidden_act {config.hidden_act!r} of the text model is not supported; only silu is")
         self.config = config
         self.heads = head_shape(config)
-        self.rotary = Rotary(
-            config.head_dim,
-            config.rope_theta,
-            config.rope_scaling,
-            config.max_position_embeddings,
-            device,
-            config.mrope_section,
-        )
+        self.rotary = Rotary(config, device)
         # Matrix units want whole tiles: the head's rows are padded, and what they give is cut off.
         padded = -(-config.vocab_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
         self.embedding = Embedding(padded, config.hidden_size, dtype, device)
@@ -166,10 +160,9 @@ class Qwen2(nn.Module):
         return self.norm(*self.layers[-1](*stream, attention, last_step))[0]
 
     def places(self, with_head: bool = True) -> dict[Linear, Place]:
-        """The linear layers, and where they stand."""
-        places: dict[Linear, Place] = {}
-        for layer in cast("list[DecoderLayer]", list(self.layers)):
-            places |= {layer.qkv: "qkv", layer.output: "output", layer.gate_up: "gate_up", layer.down: "down"}
+        """As :meth:`DecoderLayer.places`, of all layers and the head."""
+        layers = cast("list[DecoderLayer]", list(self.layers))
+        places = {linear: place for layer in layers for linear, place in layer.places().items()}
         return places if self.head is None or not with_head else {**places, self.head: "alone"}
 
     @property

@@ -7,64 +7,46 @@ a sequence's length (dynamic NTK, longrope) is decided per token by its own sequ
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tessera.errors import CheckpointError
-
-_KINDS = ("default", "linear", "dynamic", "llama3", "longrope", "mrope")
+if TYPE_CHECKING:
+    from tessera.checkpoint.config import TextConfig
 
 
 class Rotary:
-    """Angles for positions; ``scaling`` None or a dict whose ``rope_type`` names the rule.
+    """Angles for positions, by the rope that ``checkpoint.rope`` has read."""
 
-    Raises CheckpointError for a rope type that is not supported, or one that lacks a setting.
-    """
-
-    def __init__(
-        self,
-        head_dim: int,
-        theta: float,
-        scaling: Mapping[str, Any] | None,
-        max_positions: int,
-        device: torch.device,
-        sections: Sequence[int] | None = None,
-    ) -> None:
-        """``sections`` (M-RoPE): how many of the head's frequencies follow each axis of the positions."""
-        scaling = scaling or {}
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind not in _KINDS:
-            raise CheckpointError(f"rope type {kind!r} is not supported; supported are {', '.join(_KINDS)}")
+    def __init__(self, config: TextConfig, device: torch.device) -> None:
+        scaling, head_dim = config.rope_scaling or {"rope_type": "default"}, config.head_dim
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        frequencies = 1.0 / theta**exponents
+        frequencies = 1.0 / config.rope_theta**exponents
         long = frequencies
         #: up to which length a sequence is rotated as a short one; None where the length means nothing
         self._trained: int | None = None
         self._factor: float | None = None
         self._scale = 1.0
-        try:
-            if kind == "linear":
-                frequencies = frequencies / float(scaling["factor"])
-            elif kind == "llama3":
-                frequencies = _llama3(frequencies, scaling)
-            elif kind == "dynamic":
-                self._factor, self._trained = float(scaling["factor"]), max_positions
-            elif kind == "longrope":
-                self._trained = int(scaling["original_max_position_embeddings"])
-                self._scale = _longrope_scale(scaling, max_positions)
-                long = frequencies / _factors(scaling, "long_factor", head_dim)
-                frequencies = frequencies / _factors(scaling, "short_factor", head_dim)
-        except KeyError as error:
-            raise CheckpointError(f"rope type {kind!r} needs the setting {error}") from error
-        self._head_dim = head_dim
-        self._theta = theta
+        kind = scaling["rope_type"]
+        if kind == "linear":
+            frequencies = frequencies / scaling["factor"]
+        elif kind == "llama3":
+            frequencies = _llama3(frequencies, scaling)
+        elif kind == "dynamic":
+            self._factor, self._trained = scaling["factor"], config.max_position_embeddings
+        elif kind == "longrope":
+            self._trained = scaling["original_max_position_embeddings"]
+            self._scale = _longrope_scale(scaling, config.max_position_embeddings)
+            long, frequencies = (frequencies / torch.tensor(scaling[f"{name}_factor"]) for name in ("long", "short"))
+        self._head_dim, self._theta = head_dim, config.rope_theta
         self._exponents = exponents.to(device)
         self._frequencies = frequencies.to(device)
         self._long = long.to(device)
-        self._axis = _axis_of_frequency(sections, head_dim, device)
-        self.axes = len(sections or (1,))
+        sections = config.mrope_section or (head_dim // 2,)
+        self.axes = len(sections)
+        #: which axis of the positions each frequency follows, int64 [head_dim / 2]
+        self._axis = torch.repeat_interleave(torch.arange(self.axes), torch.tensor(sections)).to(device)
 
     def salt(self, prompt_length: int) -> int:
         """What prompts must share, besides their tokens, for equal keys; 0 for those of usual length.
@@ -82,7 +64,7 @@ class Rotary:
             frequencies = self._dynamic_frequencies(lengths)
         elif self._trained is not None:
             frequencies = torch.where(lengths[:, None] > self._trained, self._long, self._frequencies)
-        if self._axis is None:
+        if self.axes == 1:
             angles = positions[0].float()[:, None] * frequencies
         else:
             axes = positions.expand(self.axes, -1)
@@ -100,8 +82,8 @@ class Rotary:
 
 def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     """Long waves are stretched, short ones kept, those between blended."""
-    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    trained = float(scaling["original_max_position_embeddings"])
+    factor, low, high = (scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    trained = scaling["original_max_position_embeddings"]
     waves = 2 * math.pi / frequencies
     blend = ((trained / waves - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * frequencies / factor + blend * frequencies
@@ -109,25 +91,8 @@ def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tens
 
 def _longrope_scale(scaling: Mapping[str, Any], max_positions: int) -> float:
     """What cos and sin are multiplied by, so that attention over a longer context stays as sharp."""
-    trained = int(scaling["original_max_position_embeddings"])
     if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
-    factor = float(scaling.get("factor") or max_positions / trained)
+        return scaling["attention_factor"]
+    trained = scaling["original_max_position_embeddings"]
+    factor = scaling.get("factor") or max_positions / trained
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
-
-
-def _factors(scaling: Mapping[str, Any], name: str, head_dim: int) -> torch.Tensor:
-    """Longrope's divisors of the frequencies, float32 [head_dim / 2]."""
-    factors = scaling[name]
-    if not isinstance(factors, list) or len(factors) != head_dim // 2:
-        raise CheckpointError(f"rope's {name} must be {head_dim // 2} numbers, half the head size")
-    return torch.tensor(factors, dtype=torch.float32)
-
-
-def _axis_of_frequency(sections: Sequence[int] | None, head_dim: int, device: torch.device) -> torch.Tensor | None:
-    """M-RoPE: which axis of the positions each frequency follows, int64 [head_dim / 2]; None for one axis."""
-    if sections is None:
-        return None
-    if sum(sections) != head_dim // 2:
-        raise CheckpointError(f"mrope_section {list(sections)} must sum to half the head size, {head_dim // 2}")
-    return torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections)).to(device)
