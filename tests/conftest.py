@@ -55,5 +55,7 @@ REPOSITORY = Path(__file__).resolve().parents[1] / "model_repository"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The project's own model repository with its default checkpoint, started once for all tests."""
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with Server(ServerOptions(REPOSITORY, http_port=0, grpc_port=0, metrics_port=0, log_path=log)) as running:
+    ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
+    # It waits for connections that the fronts keep open to it: not for long, here.
+    with Server(ServerOptions(REPOSITORY, **ports, log_path=log, exit_timeout_s=1)) as running:
         yield running
