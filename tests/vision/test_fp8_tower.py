@@ -145,23 +145,22 @@ class TowerOfOtherLayers(Tower):
     pass
 
 
-def test_what_cannot_run_in_fp8_is_refused_by_name(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="must be one of checkpoint, fp8"):
-        VisionSettings(quantization="int4")
+@pytest.mark.parametrize(
+    ("capability", "settings", "vision", "message"),
+    [
+        ((8, 0), {}, {}, "is fp8, and some card has no FP8 units: set quantization to checkpoint or fp8-language"),
+        ((9, 0), {"dtype": "float16"}, {}, "dtype is float16, while FP8 products"),
+        ((9, 0), {}, {"intermediate_size": 40}, r"layers\.0\.mlp\.linear1 is 40 x 32, of which 16 is no divisor"),
+        (None, {"runner": "torch", "device": "cpu"}, {}, "TowerOfOtherLayers does not run in FP8"),
+    ],
+)
+def test_what_cannot_run_in_fp8_is_refused_by_name(tmp_path, monkeypatch, capability, settings, vision, message):
     config = read_config(hf_native(tmp_path, SMALL))
+    config = replace(config, vision=replace(config.vision, **vision))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some card")
+    if not capability:
+        monkeypatch.setattr(fp8_tower, "load_tower", lambda *_, **__: TowerOfOtherLayers())
     on_gpu = VisionSettings("graph", dtype="bfloat16", device="cuda", quantization="fp8")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    with pytest.raises(
-        ConfigError, match="is fp8, and NVIDIA A100 has no FP8 units: set quantization to checkpoint or fp8-language"
-    ):
-        serving_tower(config, on_gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    with pytest.raises(ConfigError, match="dtype is float16, while FP8 products"):
-        serving_tower(config, replace(on_gpu, dtype="float16"))
-    odd = replace(config, vision=replace(config.vision, intermediate_size=40))
-    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.linear1 is 40 x 32, of which 16 is no divisor"):
-        serving_tower(odd, on_gpu)
-    monkeypatch.setattr(fp8_tower, "load_tower", lambda *_, **__: TowerOfOtherLayers())
-    with pytest.raises(ConfigError, match="TowerOfOtherLayers does not run in FP8"):
-        serving_tower(config, FP8)
+    with pytest.raises(ConfigError, match=message):
+        serving_tower(config, replace(on_gpu, **settings))

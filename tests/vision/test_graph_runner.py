@@ -7,10 +7,8 @@ import pytest
 import torch
 from tiny_checkpoints import Shape, hf_native
 
-from tessera.errors import ConfigError
 from tessera.models.registry import read_config
 from tessera.models.tower import load_tower
-from tessera.settings.stages import VisionSettings
 from tessera.vision.torch_runner import GraphRunner, TorchRunner, bucket_sizes
 
 
@@ -89,8 +87,3 @@ def test_memory_is_known_before_a_forward(tower):
     assert GraphRunner(tower, [2]).activation_bytes(2) == rows.nbytes
     plain = TorchRunner(tower)
     assert plain.activation_bytes(6) == 3 * plain.activation_bytes(2) > 3 * rows.nbytes
-
-
-def test_graphs_need_a_gpu():
-    with pytest.raises(ConfigError, match="needs device cuda, not 'cpu'"):
-        VisionSettings(runner="graph")
