@@ -146,7 +146,7 @@ INNER = {
 
 @pytest.mark.parametrize("model", list(INNER))
 def test_control_requests_that_are_not_text_are_refused(server: Server, model: str) -> None:
-    """Nobody should talk to an inner stage, and whoever does must not break it."""
+    """No client should talk to an inner stage, and one that does must not break it."""
     for name, data in INNER[model].items():
         inputs = [bytes_input(name, [data])]
         if name == "sampling_parameters":

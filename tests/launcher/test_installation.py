@@ -16,9 +16,9 @@ from tessera.launcher.installation import (
     find_installation,
     installation_from_wheel,
     installation_on_path,
-    patient,
     python_version,
     wheel_package,
+    with_longer_stub_timeout,
 )
 
 
@@ -64,7 +64,7 @@ def test_the_wheel_in_use_waits_one_second_in_two_places() -> None:
     package = wheel_package()
     assert package is not None
     before = (package / "tritonserver" / "backends" / "python" / "libtriton_python.so").read_bytes()
-    after = patient(before)
+    after = with_longer_stub_timeout(before)
     assert len(after) == len(before) and sum(a != b for a, b in zip(after, before)) in range(2, 17)
 
 

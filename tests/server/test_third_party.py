@@ -112,7 +112,7 @@ def test_the_server_listens_on_loopback_only(server):
 
 
 def test_the_administrative_endpoints_are_closed(server, tmp_path):
-    """tritonserver lets whoever may load a model run code of his own: file contents come with the request."""
+    """With tritonserver, a client that may load a model may run code: file contents come with the request."""
     witness = tmp_path / "ran"
     code = (
         f"open({str(witness)!r}, 'w').close()\nclass TritonPythonModel:\n    def execute(self, requests): return []\n"

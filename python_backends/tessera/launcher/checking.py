@@ -78,8 +78,8 @@ def fault(setup: ServerSetup) -> str | None:
     """Why a server of this setup would serve nothing, in one paragraph; None if nothing speaks against it.
 
     Judged in a process of its own: what the readers import is not for the launcher to hold while a server runs. That
-    takes seconds, so it is remembered that nothing did, as long as settings and files
-    are the same, this one too: another version of it judges again.
+    takes seconds, so a verdict of None is remembered as long as the settings and the files are the same (this file
+    among them, so that another version judges again).
     """
     files = [(path.name, path.stat()) for path in (Path(__file__), *sorted(_folder(setup).glob("*"))) if path.is_file()]
     seen = repr((setup, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]))

@@ -121,7 +121,7 @@ def link_runtime(folder: Path, server: Path, stub: Path) -> None:
     runs_from_here = not os.statvfs(backend).f_flag & os.ST_NOEXEC  # in a container of Docker's it would not
     for path in (*(server / "backends" / "python").iterdir(), stub):
         if path.name == LIBRARY and runs_from_here:
-            (backend / path.name).write_bytes(patient(path.read_bytes()))
+            (backend / path.name).write_bytes(with_longer_stub_timeout(path.read_bytes()))
         elif path.name != "__pycache__":
             (backend / path.name).symlink_to(path)
 
@@ -161,8 +161,8 @@ STUB_TIMEOUT_S = 10
 JULIAN_DAY_OF_1970 = 2_440_588
 
 
-def patient(library: bytes) -> bytes:
-    """The library with its patience; the same bytes if it is of another build, which has no such second."""
+def with_longer_stub_timeout(library: bytes) -> bytes:
+    """The library with :data:`STUB_TIMEOUT_S`; the same bytes if it is of another build, which has no such second."""
     return library.replace(_wait(1), _wait(STUB_TIMEOUT_S))
 
 
@@ -174,4 +174,4 @@ def _wait(seconds: int) -> bytes:
 
 if __name__ == "__main__":  # of an installation itself, when an image is made
     path = Path(sys.argv[1])
-    path.write_bytes(patient(path.read_bytes()))
+    path.write_bytes(with_longer_stub_timeout(path.read_bytes()))

@@ -212,7 +212,7 @@ def with_ports(options: ServerOptions, ports: Sequence[int]) -> ServerOptions:
 
 
 def hold_ports(options: ServerOptions, held: ExitStack) -> ServerOptions:
-    """As :func:`choose_ports`; nobody else can have them until ``held`` is closed."""
+    """As :func:`choose_ports`; no other process can have them until ``held`` is closed."""
     ports = []
     for flag, asked in zip(FLAGS, ports_of(options), strict=True):
         whose = f"{flag} of {options.name}" if options.name else flag

@@ -29,12 +29,12 @@ QUANTIZATIONS = {
 class Setting:
     """How one field of a dataclass may be set.
 
-    ``default``: for who builds the dataclass himself, and on a device for which nothing else is said. ``cpu`` and
-    ``cuda``: a stage's default there. ``kind`` makes a value of text; without one the default's own type does.
-    ``name``: where it is not the field's. ``common``: one for all stages. ``settable``: False for what has a range, but
-    is no user's to set. ``choices``: all that are allowed, with the value of each. ``share``: the part of a
-    GPU's division that a size of 0 stands for on a GPU. ``divides``: the other stages divide a GPU by it too, and
-    none of them reads this one's config.pbtxt.
+    ``default``: for callers that construct the dataclass directly, and on a device for which nothing else is said.
+    ``cpu`` and ``cuda``: a stage's default there. ``kind`` makes a value of text; without one the default's own
+    type does. ``name``: where it is not the field's. ``common``: one for all stages. ``settable``: False for what
+    has a range, but is no user's to set. ``choices``: all that are allowed, with the value of each. ``share``: the
+    part of a GPU's division that a size of 0 stands for on a GPU. ``divides``: the other stages divide a GPU by it
+    too, and none of them reads this one's config.pbtxt.
     """
 
     default: Any

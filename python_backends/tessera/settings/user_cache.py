@@ -21,7 +21,7 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Makes ``path`` of the draft that ``write`` fills: nobody ever sees half of it, whoever else writes it meanwhile.
+    """Makes ``path`` of the draft that ``write`` fills: no reader sees half of it, even if others write it meanwhile.
 
     Drafts of writers that were killed long ago go. Raises OSError where the file cannot be written.
     """
@@ -43,7 +43,7 @@ def is_kept(path: Path) -> bool:
         os.utime(path)
     except FileNotFoundError:
         return False
-    except OSError:  # another user's, who cares for it himself
+    except OSError:  # owned by another user
         return path.is_file()
     return True
 

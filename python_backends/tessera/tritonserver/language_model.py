@@ -108,7 +108,7 @@ class TritonPythonModel:
         self._outbox.post(Channel(lambda calls: calls[0]()), cancel_if_left)
 
     def _cancel_if_left(self, responder: Responder, number: int) -> None:
-        """For a client that left while an earlier stage ran, of which nobody else tells."""
+        """For a client that left while an earlier stage ran, which nothing else reports."""
         if responder.is_cancelled():
             self._engine.cancel(number)
 
