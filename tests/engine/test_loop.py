@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 
 import pytest
 from engine_fakes import make_engine, make_request
+from fakes.backend import wait_until
 
 from tessera.engine.engine import Engine
 from tessera.engine.process.main import StepLoop
@@ -17,11 +17,10 @@ PATIENCE = 10
 
 
 class Running:
-    """An engine whose loop runs on a thread; collects what it tells, and lets a test wait for the ends of requests."""
+    """An engine whose loop runs on a thread; collects the ends that it tells of, one of each request."""
 
     def __init__(self, engine):
-        self.engine, self.ends, self.ended = engine, [], {}
-        self._changed = threading.Condition()
+        self.engine, self.ended = engine, {}
         self.loop = StepLoop(engine, self._hear)
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
 
@@ -39,20 +38,13 @@ class Running:
         self.loop.wake()
         return sequence
 
-    def cancel(self, sequence):
-        self.engine.cancel(sequence.request.number)
-        self.loop.wake()
-
     def _hear(self, progress):
-        with self._changed:
-            self.ends += progress.ends
-            self.ended |= {end.number: end for end in progress.ends}
-            self._changed.notify_all()
+        assert not self.ended.keys() & {end.number for end in progress.ends}
+        self.ended |= {end.number: end for end in progress.ends}
 
     def wait(self, *sequences):
         numbers = [sequence.request.number for sequence in sequences]
-        with self._changed:
-            assert self._changed.wait_for(lambda: all(number in self.ended for number in numbers), PATIENCE)
+        wait_until(lambda: all(number in self.ended for number in numbers))
         return [self.ended[number].reason for number in numbers]
 
 
@@ -81,7 +73,8 @@ def test_requests_from_many_threads_each_end_once(parts):
             with lock:
                 sequences.append(sequence)
             if turn % 2:
-                running.cancel(sequence)
+                running.engine.cancel(sequence.request.number)
+                running.loop.wake()
 
     clients = [threading.Thread(target=client, args=(n,)) for n in range(8)]
     for thread in clients:
@@ -89,7 +82,7 @@ def test_requests_from_many_threads_each_end_once(parts):
     for thread in clients:
         thread.join()
     assert set(running.wait(*sequences)) <= {"length", "cancelled"}
-    assert Counter(end.number for end in running.ends) == Counter(s.request.number for s in sequences)
+    assert running.ended.keys() == {sequence.request.number for sequence in sequences}
 
 
 def test_a_failing_step_ends_its_requests_and_the_next_ones_work(parts, caplog):
@@ -123,10 +116,7 @@ def test_leaked_blocks_are_found_when_idle(monkeypatch):
     engine, _ = plain_engine()
     engine.scheduler.blocks._holders[3] = 1
     running = Running(engine).start()
-    deadline = time.monotonic() + PATIENCE
-    while engine.scheduler.blocks._holders[3] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert engine.scheduler.blocks._holders[3] == 0
+    wait_until(lambda: not engine.scheduler.blocks._holders[3])
     assert running.wait(running.submit(make_request([1], max_tokens=3, ignore_eos=True))) == ["length"]
     running.stop()
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from engine_fakes import (
-    BookkeepingRunner,
     contents_of,
     ends,
     expected_answer,
@@ -35,14 +34,6 @@ def test_decodes_run_in_every_step_beside_long_prompts():
     run(engine)
     steps = [step for step in range(len(runner.batches)) if "decode" in {s[0] for s in spans_of(runner, step)}]
     assert steps == list(range(30))
-
-
-def test_first_come_first_served_when_memory_is_short():
-    engine, _ = make_engine(num_blocks=10, max_sequences=4, prefix_cache="off")
-    for number in range(5):
-        engine.submit(make_request([number] * 20, f"{number}", max_tokens=4, ignore_eos=True))
-    events = run(engine)
-    assert list(ends(events)) == ["0", "1", "2", "3", "4"]
 
 
 def test_nobody_is_admitted_into_blocks_that_running_sequences_need_next():
@@ -418,25 +409,6 @@ def test_beside_long_answers_the_more_is_unread_the_longer_a_step_is(monkeypatch
     assert left == 0 and steps[0] > 2000 // policies.LEAST_CHUNK_PART
 
 
-def test_beside_long_answers_steps_read_as_much_of_a_prompt_however_many_decode(monkeypatch):
-    decoding = policies.LEAST_CHUNK + 100
-    engine, runner = make_engine(
-        num_blocks=9000, max_model_len=2000, max_batched_tokens=2048, max_sequences=decoding + 1
-    )
-    monkeypatch.setattr(policies, "SHORT_ANSWER", 0)
-    monkeypatch.setattr(engine.scheduler.load, "is_long", lambda tokens: tokens == 2048)
-    for number in range(decoding):
-        engine.submit(make_request([number], max_tokens=100, ignore_eos=True))
-    while len(engine.scheduler.running) < decoding:
-        engine.step()
-    begun = len(runner.batches)
-    engine.submit(make_request([1] * 480, "prompt", max_tokens=1))
-    while "prompt" not in ends(engine.step()):
-        pass
-    steps = [sum(end - start for _, start, end, _ in batch) for batch in runner.batches[begun:]]
-    assert steps == [decoding + tokens for tokens in cut(480, beside_long_answers(decoding) - decoding)]
-
-
 def test_beside_long_answers_what_could_not_begin_makes_no_step_longer(monkeypatch):
     engine, runner = make_engine(num_blocks=9000, max_model_len=2000, max_batched_tokens=2048, max_sequences=4)
     monkeypatch.setattr(policies, "SHORT_ANSWER", 0)
@@ -500,28 +472,6 @@ def test_what_runs_and_waits_says_whether_answers_are_short(said, asked, short):
     assert load.answers_are_short == short
 
 
-def test_a_preempted_sequence_waits_for_the_tokens_it_was_promised():
-    """Steps are planned ahead; a token that is not known yet cannot be computed again."""
-    scheduler = Scheduler(BlockManager(5, 4), 20, 4, Rules(bursts=False))
-    runner = BookkeepingRunner(5, 4)
-    sequences = [Sequence(make_request([n] * 7, max_tokens=4, ignore_eos=True)) for n in range(2)]
-    for sequence in sequences:
-        scheduler.add(sequence)
-    out = []
-    for _ in range(3):
-        batch = scheduler.schedule()
-        out.append((batch, runner.run(batch)))
-    assert scheduler.preemptions == 1 and sequences[1].in_flight == 2
-    scheduler.cancel(sequences[0], "cancelled")
-    assert scheduler.schedule().spans == []
-    for batch, tokens in out:
-        scheduler.apply(batch, tokens)
-    while scheduler.has_work:
-        batch = scheduler.schedule()
-        scheduler.apply(batch, runner.run(batch))
-    assert sequences[1].outputs == expected_answer([1] * 7, 4, ())
-
-
 class Gathering:
     """A scheduler that gathers bursts, and a clock; requests arrive at its times, in milliseconds."""
 
@@ -583,23 +533,18 @@ def test_a_burst_is_waited_for_less_beside_long_answers(monkeypatch, ended_by):
                 gathering.scheduler.cancel(sequence, "stop")
 
 
-def test_a_burst_waits_no_longer_than_for_a_full_step(monkeypatch):
-    gathering = Gathering(monkeypatch)
+@pytest.mark.parametrize(
+    ("count", "tokens", "max_sequences"),
+    [pytest.param(7, 10, 32, id="a full step"), pytest.param(2, 2, 3, id="as many as may run")],
+)
+def test_a_burst_waits_no_longer_than_for(monkeypatch, count, tokens, max_sequences):
+    gathering = Gathering(monkeypatch, max_sequences)
     gathering.add("first", 0)
     gathering.started(0)
-    for number in range(7):
-        gathering.add(f"{number}", 10)
-    assert gathering.started(10) == ["0", "1", "2", "3", "4", "5", "6"]
-
-
-def test_a_burst_does_not_wait_for_more_than_may_run(monkeypatch):
-    gathering = Gathering(monkeypatch, max_sequences=3)
-    gathering.add("first", 0)
-    gathering.started(0)
-    gathering.add("0", 10, tokens=2)
-    assert gathering.started(10) == []
-    gathering.add("1", 11, tokens=2)
-    assert gathering.started(11) == ["0", "1"]
+    for number in range(count):
+        assert gathering.started(10) == []
+        gathering.add(f"{number}", 10, tokens=tokens)
+    assert gathering.started(10) == [f"{number}" for number in range(count)]
 
 
 def test_nobody_waits_long_for_those_behind(monkeypatch):
