@@ -33,7 +33,7 @@ import open_loop
 from bench.engine import PICTURE_START
 from tessera.engine.kv_cache.block_manager import BlockManager
 from tessera.engine.scheduling import policies
-from tessera.engine.scheduling.policies import Rules
+from tessera.engine.scheduling.policies import EVERY_RULE, Load, Rules
 from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from tessera.engine.sequence import Request, Sequence
 from tessera.prompt.sampling import SamplingParameters
@@ -46,7 +46,6 @@ PREPROCESS_MS = 5.0
 HAND_OVER_MS = 1.5  # from vision to the language model, one request at a time
 OWN_TOKENS = 21  # at the end of a prompt, of which a picture's next question has others
 SKIPPED_MS = 10_000.0
-EVERY_RULE = Rules()
 
 
 def step_ms(tokens: int) -> float:
@@ -105,7 +104,7 @@ class Simulation:
         self.queued: list[float] = []  # from vision to the step that reads the prompt
         self.tokens = self.steps = 0
         self.idle = 0.0  # ms of the GPU
-        self._scheduler = Scheduler(BlockManager(400_000, 16), max_batched_tokens, 256, rules)
+        self._scheduler = Scheduler(BlockManager(400_000, 16), Load(max_batched_tokens, 256, rules))
         self._questions, self._random = questions, random.Random(seed)
         self._step_time, self._hand_over_ms = step_time, hand_over_ms
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []

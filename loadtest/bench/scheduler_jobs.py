@@ -27,10 +27,10 @@ import figures
 import numpy as np
 
 from bench.engine import PICTURE_START
-from bench.scheduler import EVERY_RULE, FORWARD_TILES, SKIPPED_MS, TILE_MS, add_rules, name_of_rules, rules_of, step_ms
+from bench.scheduler import FORWARD_TILES, SKIPPED_MS, TILE_MS, add_rules, name_of_rules, rules_of, step_ms
 from tessera.engine.kv_cache.block_manager import BlockManager
 from tessera.engine.scheduling import policies
-from tessera.engine.scheduling.policies import Rules
+from tessera.engine.scheduling.policies import EVERY_RULE, Load, Rules
 from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from tessera.engine.sequence import Request, Sequence
 from tessera.prompt.sampling import SamplingParameters, rank
@@ -72,7 +72,7 @@ class Simulation:
         self.now = 0.0  # ms
         self.answered: list[float] = []  # ms from the job's requests to their answers' ends
         self.first_tokens: list[float] = []  # of the questions
-        self._scheduler = Scheduler(BlockManager(400_000, 16), max_batched_tokens, 256, rules)
+        self._scheduler = Scheduler(BlockManager(400_000, 16), Load(max_batched_tokens, 256, rules))
         self._random, self._rate = random.Random(seed), questions_s
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()

@@ -28,7 +28,7 @@ from unittest import mock
 import numpy as np
 
 from tessera.engine.kv_cache.block_manager import BlockManager
-from tessera.engine.scheduling.policies import Rules
+from tessera.engine.scheduling.policies import Load, Rules
 from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from tessera.engine.sequence import NOT_FINITE, Report, Request, Sequence
 from tessera.engine.structured_output.labels import LabelScorer
@@ -159,7 +159,7 @@ class Simulation:
     def __init__(self, mix: Mix, seed: int) -> None:
         self._mix, self._random, self.now = mix, random.Random(seed), 0
         self._scheduler = Scheduler(
-            BlockManager(mix.blocks, 16), mix.max_batched_tokens, mix.max_sequences, Rules(bursts=mix.gathers)
+            BlockManager(mix.blocks, 16), Load(mix.max_batched_tokens, mix.max_sequences, Rules(bursts=mix.gathers))
         )
         self._events: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers, self._prompts, self._orders = itertools.count(), itertools.count(1), itertools.count()

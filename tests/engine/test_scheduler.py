@@ -17,7 +17,7 @@ from engine_fakes import (
 
 from tessera.engine.kv_cache.block_manager import BlockManager
 from tessera.engine.scheduling import policies
-from tessera.engine.scheduling.policies import Rules
+from tessera.engine.scheduling.policies import Load
 from tessera.engine.scheduling.scheduler import Scheduler
 from tessera.engine.sequence import Sequence
 
@@ -460,7 +460,7 @@ def test_prompts_are_not_cut_where_answers_or_full_steps_are_short(device_ns, sa
 )
 def test_what_runs_and_waits_says_whether_answers_are_short(said, asked, short):
     """Whatever others with other wishes did just before."""
-    load = Scheduler(BlockManager(5, 4), 20, 4, Rules()).load
+    load = Load(20, 4)
     for tokens, most in [(400, 400)] * 20 + [(4, 4000)] * 20:
         sequence = Sequence(make_request([1], max_tokens=most))
         sequence.outputs = [7] * tokens
@@ -478,7 +478,7 @@ class Gathering:
     def __init__(self, monkeypatch, max_sequences=32):
         self.now_ms = 0
         monkeypatch.setattr(policies.time, "monotonic_ns", lambda: self.now_ms * 1_000_000)
-        self.scheduler = Scheduler(BlockManager(400, 4), 64, max_sequences, Rules())
+        self.scheduler = Scheduler(BlockManager(400, 4), Load(64, max_sequences))
 
     def add(self, name, at_ms, tokens=10, **sampling):
         self.now_ms = at_ms

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera.engine.kv_cache.block_manager import BlockManager
-from tessera.engine.scheduling.policies import Rules
+from tessera.engine.scheduling.policies import Load, Rules
 from tessera.engine.scheduling.scheduler import Scheduler
 from tessera.engine.sequence import Sequence
 from tessera.prompt.sampling import STEP_NS
@@ -121,7 +121,7 @@ def test_engine_under_random_load(script, policy, num_blocks, budget, sequences,
 )
 def test_steps_may_be_planned_ahead(requests, cancels, num_blocks, depth):
     """The next steps are planned while the results of earlier ones are still out, as with a GPU."""
-    scheduler = Scheduler(BlockManager(num_blocks, 4), 20, 4, Rules(bursts=False))
+    scheduler = Scheduler(BlockManager(num_blocks, 4), Load(20, 4, Rules(bursts=False)))
     runner = BookkeepingRunner(num_blocks, 4, tokens=TOKENS)
     sequences = []
     for number, (ids, pictures, max_tokens, _) in enumerate(requests):

@@ -18,7 +18,7 @@ import numpy as np
 from tessera.engine.kv_cache.block_manager import BlockManager, image_cache_ids
 from tessera.engine.process.messages import End, EngineMetrics, Progress
 from tessera.engine.scheduling.cost_model import CostModel
-from tessera.engine.scheduling.policies import Rules
+from tessera.engine.scheduling.policies import Load, Rules
 from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from tessera.engine.sequence import Request, Sequence
 from tessera.engine.structured_output.constraints import Constraints
@@ -55,9 +55,8 @@ class Engine:
         eos_token_ids: Iterable[int],
     ) -> None:
         blocks = BlockManager(runner.num_blocks, config.block_size)
-        rules = Rules(bursts=runner.async_launch)
-        costs = CostModel(runner.step_times)
-        self.scheduler = Scheduler(blocks, config.max_batched_tokens, config.max_sequences, rules, costs)
+        rules, costs = Rules(bursts=runner.async_launch), CostModel(runner.step_times)
+        self.scheduler = Scheduler(blocks, Load(config.max_batched_tokens, config.max_sequences, rules, costs))
         self.metrics = EngineMetrics(kv_blocks_total=runner.num_blocks, max_model_len=max_model_len)
         self.max_model_len = max_model_len
         self.weights, self.weight_bytes = runner.weights, runner.weight_bytes

@@ -54,14 +54,19 @@ class Rules:
     awaited_steps: bool = True
 
 
+EVERY_RULE = Rules()
+
+
 class Load:
     """What the rules look at: the limits, the queues, and what steps and arrivals so far have told."""
 
-    def __init__(self, max_batched_tokens: int, max_sequences: int, rules: Rules, costs: CostModel) -> None:
+    def __init__(
+        self, max_batched_tokens: int, max_sequences: int, rules: Rules = EVERY_RULE, costs: CostModel | None = None
+    ) -> None:
         self.max_batched_tokens = max_batched_tokens
         self.max_sequences = max_sequences
         self.rules = rules
-        self.costs = costs
+        self.costs = costs or CostModel()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         # Never so few that decodes could keep every prompt out.

@@ -18,27 +18,19 @@ from functools import cached_property
 
 from tessera.engine.kv_cache.block_manager import BlockManager
 from tessera.engine.scheduling import policies
-from tessera.engine.scheduling.cost_model import CostModel
-from tessera.engine.scheduling.policies import Load, Rules, StepBudget
+from tessera.engine.scheduling.policies import Load, StepBudget
 from tessera.engine.sequence import NOT_FINITE, Report, SampledToken, Sequence
 
 
 class Scheduler:
-    """Plans steps of at most ``max_batched_tokens`` tokens over at most ``max_sequences`` running sequences.
+    """Plans steps of at most the load's ``max_batched_tokens`` over at most its ``max_sequences`` running sequences.
 
     Each planned batch must run, in order, and be given to :meth:`apply`; the next may be planned before that.
     """
 
-    def __init__(
-        self,
-        blocks: BlockManager,
-        max_batched_tokens: int,
-        max_sequences: int,
-        rules: Rules,
-        costs: CostModel | None = None,
-    ) -> None:
+    def __init__(self, blocks: BlockManager, load: Load) -> None:
         self.blocks = blocks
-        self.load = Load(max_batched_tokens, max_sequences, rules, costs or CostModel())
+        self.load = load
         self.waiting, self.running = self.load.waiting, self.load.running
         self.parked: list[Sequence] = []
         self.preemptions = 0

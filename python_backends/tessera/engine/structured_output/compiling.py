@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -42,41 +43,52 @@ class GrammarLane:
         self._engine = engine
         self._submit, self._tell = submit, tell
         self._trial = GrammarTrial()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._waiting: dict[Any, dict[int, Submit]] = {}  # by grammar, the first that came first
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, "grammars")
 
     def put(self, message: Submit) -> None:
         """Takes a request. Raises Unavailable where too many grammars wait."""
         asked = tuple(getattr(message.request.sampling, name) for name in SHAPES)
-        with self._changed:
-            if asked not in self._waiting and len(self._waiting) >= MOST_GRAMMARS:
+        with self._lock:
+            new = asked not in self._waiting
+            if new and len(self._waiting) >= MOST_GRAMMARS:
                 raise Unavailable(
                     f"the queue of grammars is full: {MOST_GRAMMARS} wait to be compiled; try again later"
                 )
             self._waiting.setdefault(asked, {})[message.request.number] = message
-            self._changed.notify()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
-            self._thread.start()
+        if new:
+            self._thread.submit(self._serve, asked)
 
     def cancel(self, number: int, reason: str) -> bool:
         """Ends a request that waits here; returns whether it did."""
-        with self._changed:
+        with self._lock:
             found = any(each.pop(number, None) for each in self._waiting.values())
         if found:
             self._tell(Progress(ends=[End(number, reason)]))
         return found
 
-    def _run(self) -> None:
+    def _serve(self, asked: Any) -> None:
+        """Compiles a grammar and hands on all that wait for it, or refuses them."""
+        refusal = None
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._waiting))
-                asked, requests = next(iter(self._waiting.items()))
-                first = next(iter(requests.values()), None)
-            refusal = None if first is None else self._compile(first)
-            while self._hand_on(asked, refusal):
-                pass
+            with self._lock:
+                message = next(iter(self._waiting[asked].values()), None)
+                if message is None:
+                    del self._waiting[asked]
+                    return
+            refusal = refusal or self._compile(message)  # again where enough copies were made of the one that there was
+            with self._lock:  # a cancellation finds it here, or in the engine
+                number, deadline = message.request.number, message.request.deadline_ns
+                if self._waiting[asked].pop(number, None) is None:
+                    continue
+                late = deadline is not None and deadline <= time.monotonic_ns()
+                if not late and refusal is None:
+                    self._submit(message)
+            if late:
+                self._tell(Progress(ends=[End(number, "deadline")]))
+            elif refusal is not None:
+                self._tell(Progress.refused(number, refusal))
 
     def _compile(self, message: Submit) -> TesseraError | None:
         sampling = message.request.sampling
@@ -89,27 +101,6 @@ class GrammarLane:
             _LOG.exception("a grammar could not be compiled")
             return Unavailable("what the answer must match could not be compiled; the server's log says why")
         return None
-
-    def _hand_on(self, asked: Any, refusal: TesseraError | None) -> bool:
-        """The next of those that wait for this grammar; False when there is none."""
-        with self._changed:
-            message = next(iter(self._waiting[asked].values()), None)
-            if message is None:
-                del self._waiting[asked]
-                return False
-        refusal = refusal or self._compile(message)  # enough copies were made of the one that there was
-        with self._changed:  # a cancellation finds it here, or in the engine
-            number, deadline = message.request.number, message.request.deadline_ns
-            if self._waiting[asked].pop(number, None) is None:
-                return True
-            late = deadline is not None and deadline <= time.monotonic_ns()
-            if not late and refusal is None:
-                self._submit(message)
-        if late:
-            self._tell(Progress(ends=[End(number, "deadline")]))
-        elif refusal is not None:
-            self._tell(Progress.refused(number, refusal))
-        return True
 
 
 CPU_SECONDS = 1.0
