@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
+
 import pytest
 import torch
 from engine_fakes import make_request, run, tiny_engine, tiny_model, tokens_of
-
-from tessera.engine.sequence import Request, SamplingParameters
 
 MODEL = tiny_model()
 ROWS = torch.randn(3, 12, 32, generator=torch.Generator().manual_seed(4))
@@ -18,19 +17,10 @@ def requests(count=9, **sampling):
     made = []
     for number in range(count):
         ids = [7, 8, 9] * 6 + [number + 20, 30 - number] * (1 + 3 * (number % 4))
-        pictures = number % 3 == 0
-        spans = np.array([[4, 12]] if pictures else [], np.int32).reshape(-1, 2)
-        picture = number % 2
-        made.append(
-            Request(
-                f"{number}",
-                np.array(ids, np.int32),
-                spans,
-                ROWS[picture] if pictures else None,
-                np.array([picture, 0] if pictures else [], np.int64),
-                SamplingParameters.parse(dict(max_tokens=12, ignore_eos=True) | sampling),
-            )
-        )
+        pictures = [(4, 12, number % 2)] * (number % 3 == 0)
+        wishes = dict(max_tokens=12, ignore_eos=True) | sampling
+        request = make_request(ids, f"{number}", pictures, **wishes)
+        made.append(replace(request, embeddings=ROWS[number % 2]) if pictures else request)
     return made
 
 
@@ -81,9 +71,7 @@ def test_a_cache_in_fp8_changes_little(alone):
 
 
 def test_pictures_matter(alone):
-    blank = [
-        Request(r.request_id, r.input_ids, r.spans, torch.zeros(12, 32), r.digest, r.sampling) for r in requests()[::3]
-    ]
+    blank = [replace(request, embeddings=torch.zeros(12, 32)) for request in requests()[::3]]
     assert all(a != b for a, b in zip(answers(tiny_engine(MODEL), blank), alone[::3]))
 
 
