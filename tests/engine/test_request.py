@@ -22,36 +22,32 @@ def test_defaults_are_greedy_and_as_long_as_fits():
     assert (parameters.temperature, parameters.max_tokens) == (0, None)
 
 
+READ = {
+    "max_tokens": ("8", 8),
+    "min_tokens": (2.0, 2),
+    "temperature": ("0.7", 0.7),
+    "top_p": ("0.9", 0.9),
+    "top_k": (-1, -1),
+    "seed": ("42", 42),
+    "stop": ("END", ("END",)),
+    "ignore_eos": ("true", True),
+    "logprobs": ("3", 3),
+    "skip_special_tokens": (False, False),
+    "include_stop_str_in_output": (1, True),
+    "presence_penalty": ("-2", -2.0),
+    "frequency_penalty": (2, 2.0),
+    "repetition_penalty": (1.05, 1.05),
+    "no_repeat_ngram_size": ("100", 100),
+    "priority": (-(2**63), -(2**63)),
+}
+
+
 def test_all_names_in_json_and_as_strings():
-    given = {
-        "max_tokens": "8",
-        "min_tokens": 2.0,
-        "temperature": "0.7",
-        "top_p": "0.9",
-        "top_k": -1,
-        "seed": "42",
-        "stop": "END",
-        "ignore_eos": "true",
-        "logprobs": "3",
-        "skip_special_tokens": False,
-        "include_stop_str_in_output": 1,
+    found = SamplingParameters.parse(json.dumps({name: given for name, (given, _) in READ.items()}))
+    assert {name: (getattr(found, name), type(getattr(found, name))) for name in READ} == {
+        name: (expected, type(expected)) for name, (_, expected) in READ.items()
     }
-    expected = SamplingParameters(8, 2, 0.7, 0.9, -1, 42, ("END",), True, 3, False, True)
-    assert SamplingParameters.parse(json.dumps(given)) == expected
     assert isinstance(SamplingParameters.parse({"max_tokens": 8.0}).max_tokens, int)
-
-
-def test_penalties_and_priority_in_json_and_as_strings():
-    given = {
-        "presence_penalty": "-2",
-        "frequency_penalty": 2,
-        "repetition_penalty": 1.05,
-        "no_repeat_ngram_size": "100",
-        "priority": -(2**63),
-    }
-    read = SamplingParameters.parse(json.dumps(given))
-    assert (read.presence_penalty, read.frequency_penalty, read.repetition_penalty) == (-2.0, 2.0, 1.05)
-    assert (read.no_repeat_ngram_size, read.priority) == (100, -(2**63)) and read.penalized
 
 
 @pytest.mark.parametrize("name", PENALTIES)
