@@ -53,36 +53,19 @@ def fits(given: tuple, wanted: tuple) -> bool:
     return given[0] == wanted[0] and len(given[1]) == len(wanted[1]) and all(a == b or -1 in (a, b) for a, b in sizes)
 
 
+READERS = ("array", "text", "flag", "byte_strings", "json_value", "sampling", "timestamps", "get_input_tensor_by_name")
+WRITERS = ("output", "text_output", "from_dlpack")
+
+
 def tensors_named(file: Path) -> tuple[set[str], set[str]]:
-    """The tensor names a stage's code reads and writes: string arguments of the functions that do it."""
-    readers, writers = (
-        {
-            "array",
-            "text",
-            "flag",
-            "byte_strings",
-            "json_value",
-            "sampling",
-            "timestamps",
-            "get_input_tensor_by_name",
-        },
-        {
-            "output",
-            "text_output",
-            "from_dlpack",
-        },
-    )
+    """The tensor names a stage's code reads and writes: first string arguments of the functions that do it."""
     read, written = set(), set()
     for call in ast.walk(ast.parse(file.read_text())):
-        if not isinstance(call, ast.Call):
-            continue
-        function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        strings = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-        literals = set(strings[:1])
-        if function in readers:
-            read |= literals
-        if function in writers:
-            written |= literals
+        if isinstance(call, ast.Call):
+            function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            strings = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+            read |= set(strings[:1]) if function in READERS else set()
+            written |= set(strings[:1]) if function in WRITERS else set()
     return read, written
 
 

@@ -15,7 +15,7 @@ from tessera.tritonserver import preprocess as preprocess
 from tessera.tritonserver import vision as vision
 from tessera.tritonserver.failures import is_over as is_past
 from tessera.tritonserver.leases import Leases
-from tessera.tritonserver.responder import Responder
+from tessera.tritonserver.responder import Responder, Watcher
 
 
 class House:
@@ -83,6 +83,18 @@ def test_the_end_of_the_stage_ends_them(house: House) -> None:
     house.leases.stop()
     assert request.sender.final and house.cancelled == []
     assert not Path(leases.FOLDER).exists()
+
+
+def test_a_client_that_left_is_told_of_once(backend: object) -> None:
+    told: list[str] = []
+    watcher = Watcher("test", 0.001, told.append)
+    for name in "ab":
+        request = InferenceRequest([])
+        request.sender.cancelled = True
+        watcher.watch(Responder(request), name)
+        wait_until(lambda name=name: name in told)
+    watcher.close()
+    assert told == ["a", "b"]
 
 
 def test_the_lease_a_request_names(backend: object) -> None:
