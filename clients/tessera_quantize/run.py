@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -207,20 +207,12 @@ def _made(body: Body, index: int, recipe: Recipe, samples: list[Sample]) -> Made
 
 def _plain(body: Body, index: int, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A layer's tensors as its file holds them -> unquantized, by our names."""
-    ours = {body.stored_name(index, name).rpartition(".")[0]: name.rpartition(".")[0] for name in body.tensors(index)}
-    modules: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in stored.items():
-        module, _, leaf = name.rpartition(".")
-        modules.setdefault(ours[module], {})[leaf] = tensor
-    return {name: tensor for module, leaves in modules.items() for name, tensor in _leaves(module, leaves)}
-
-
-def _leaves(module: str, leaves: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    if "weight_scale" in leaves:
-        yield f"{module}.weight", dequantized(leaves)
-        leaves = {leaf: tensor for leaf, tensor in leaves.items() if leaf == "bias"}
-    for leaf, tensor in leaves.items():
-        yield f"{module}.{leaf}", tensor
+    plain = {}
+    for name in body.tensors(index):
+        module, leaf = body.stored_name(index, name).rpartition(".")[::2]
+        leaves = {key.rpartition(".")[2]: each for key, each in stored.items() if key.rpartition(".")[0] == module}
+        plain[name] = dequantized(leaves) if leaf == "weight" and "weight_scale" in leaves else leaves[leaf]
+    return plain
 
 
 def _last_hidden(body: Body, samples: list[Sample], progress: Progress) -> list[Sample]:

@@ -19,6 +19,7 @@ from tessera.attention.kv_storage import KvStorage
 from tessera.kernels.operands import Unfinished
 from tessera.kernels.paged_decode import choose_splits, decode_attention
 from tessera.kernels.rotary import rotate_and_store
+from tessera.kernels.skinny_linear import multiprocessors
 from tessera.kernels.transfer import load, to_device
 from tessera.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
 
@@ -95,9 +96,8 @@ class TritonBackend(AttentionBackend):
         super().__init__(shape, storage)
         plan = default_plan(shape.head_dim, storage.dtype)
         self.tile_queries = plan.rows // (shape.heads // shape.kv_heads)
-        self._processors = 1
-        if storage.device.type == "cuda":
-            self._processors = torch.cuda.get_device_properties(storage.device).multi_processor_count
+        # Splits are for a GPU: interpreted, each takes its time.
+        self._processors = multiprocessors(storage.device) if storage.device.type == "cuda" else 1
 
     def plan(self, table: SpanTable) -> _Plan:
         single = table.count == 1  # they come first
@@ -136,18 +136,14 @@ class TritonBackend(AttentionBackend):
         return out
 
     def _singles(self, table: SpanTable, which: np.ndarray) -> _Singles:
-        context, blocks = table.context[which], self._blocks(table, which)
+        context = table.context[which]
         splits = self._splits(len(context), int(context.max()))
-        return _Singles(self._tensor(context), self._tensor(blocks), splits)
+        return _Singles(self._tensor(context), self._tensor(self._blocks(table, which)), splits)
 
     def _pieces(self, table: SpanTable, which: np.ndarray) -> _Pieces:
-        return _Pieces(
-            self._tensor(table.row[which]),
-            self._tensor(table.count[which]),
-            self._tensor(table.context[which]),
-            self._tensor(self._blocks(table, which)),
-            self._tensor(prefill_tiles(table.count[which], table.context[which], self.tile_queries)),
-        )
+        row, count, context = (column[which] for column in (table.row, table.count, table.context))
+        tiles = prefill_tiles(count, context, self.tile_queries)
+        return _Pieces(*map(self._tensor, (row, count, context, self._blocks(table, which), tiles)))
 
     def _blocks(self, table: SpanTable, which: np.ndarray) -> np.ndarray:
         """Block numbers int64 [most, s]: the sequences' tables as columns, as the kernels want them."""

@@ -43,27 +43,22 @@ def silu_and_multiply(gate_up: torch.Tensor, fp8: bool = False, scales: Scales |
     if not gate_up.is_contiguous():
         raise ValueError("silu_and_multiply: gate_up must be contiguous")
     n, size = gate_up.shape[0], gate_up.shape[1] // 2
+    early = early_launch(gate_up.device)
     if fp8:
-        return _quantized(gate_up, size, scales or (None, None))
+        if size > MAX_SIZE:
+            raise ValueError(f"silu_and_multiply: quantized rows of at most {MAX_SIZE} values, not {size}")
+        rows = empty_rows((n, size), gate_up.device)
+        if n:
+            options = {**row_blocks(size), "num_warps": row_warps(n, size), **early}
+            _silu_multiply_quantize[(n,)](gate_up, *(scales or (None, None)), *rows, size, **options)
+        return rows
     if scales is not None:
         rescale(gate_up, *scales, None)
     out = torch.empty((n, size), dtype=gate_up.dtype, device=gate_up.device)
     blocks = triton.cdiv(size, _BLOCK)
     if n:
-        options = {"BLOCK": _BLOCK, "num_warps": 4, **early_launch(gate_up.device)}
-        _silu_and_multiply[(n * blocks,)](gate_up, out, size, blocks, **options)
+        _silu_and_multiply[(n * blocks,)](gate_up, out, size, blocks, BLOCK=_BLOCK, num_warps=4, **early)
     return out
-
-
-def _quantized(gate_up: torch.Tensor, size: int, scales: Scales | tuple[None, None]) -> Fp8Rows:
-    if size > MAX_SIZE:
-        raise ValueError(f"silu_and_multiply: quantized rows of at most {MAX_SIZE} values, not {size}")
-    n = len(gate_up)
-    rows = empty_rows((n, size), gate_up.device)
-    if n:
-        options = {**row_blocks(size), "num_warps": row_warps(n, size), **early_launch(gate_up.device)}
-        _silu_multiply_quantize[(n,)](gate_up, *scales, *rows, size, **options)
-    return rows
 
 
 @triton.jit

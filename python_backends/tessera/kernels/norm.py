@@ -113,7 +113,7 @@ def norm_heads(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor
     tensors = (qkv, q_weight, k_weight)
     if not all(x.is_contiguous() and x.dtype == qkv.dtype for x in tensors) or q_weight.shape != k_weight.shape:
         raise ValueError("norm_heads: qkv and the weights of d values each must be contiguous and of one dtype")
-    head_block, block = triton.next_power_of_2(heads + kv_heads), triton.next_power_of_2(size)
+    values = triton.next_power_of_2(heads + kv_heads) * triton.next_power_of_2(size)
     if len(qkv):
         _norm_heads[(len(qkv),)](
             qkv,
@@ -124,9 +124,7 @@ def norm_heads(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor
             HEADS=heads,
             KV_HEADS=kv_heads,
             SIZE=size,
-            HEAD_BLOCK=head_block,
-            BLOCK=block,
-            num_warps=min(max(head_block * block // 2048, 1), 16),  # 64 values a thread
+            num_warps=min(max(values // 2048, 1), 16),  # 64 values a thread
             **early_launch(qkv.device),
         )
 
@@ -141,15 +139,13 @@ def _norm_heads(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One program a token: its heads are neighbours in memory."""
     wait_for_previous(EARLY)
     row = qkv + tl.program_id(0).to(tl.int64) * width
-    head = tl.arange(0, HEAD_BLOCK)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
+    head = tl.arange(0, triton.next_power_of_2(HEADS + KV_HEADS))[:, None]
+    column = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
     inside = (head < HEADS + KV_HEADS) & (column < SIZE)
     dtype = qkv.dtype.element_ty
     of_q = tl.load(q_weight + column, mask=column < SIZE, other=0.0).to(tl.float32)

@@ -48,9 +48,6 @@ def rotate_and_store(
             HEADS=heads,
             KV_HEADS=kv_heads,
             HALF=size // 2,
-            ROTATED_BLOCK=triton.next_power_of_2(heads + kv_heads),
-            KV_BLOCK=triton.next_power_of_2(kv_heads),
-            HALF_BLOCK=triton.next_power_of_2(size // 2),
             num_warps=4,
             **early_launch(qkv.device),
         )
@@ -73,9 +70,6 @@ def _rotate_and_store(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
-    ROTATED_BLOCK: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One program a token: its angles are read once, and q, k and v are neighbours in memory."""
@@ -87,17 +81,17 @@ def _rotate_and_store(
     stored = slot >= 0
     cache_row = slot * (KV_HEADS * 2 * HALF)
 
-    angle = tl.arange(0, HALF_BLOCK)
+    angle = tl.arange(0, triton.next_power_of_2(HALF))
     cosine = tl.load(cos + token * HALF + angle, mask=angle < HALF, other=0.0)[None, :]
     sine = tl.load(sin + token * HALF + angle, mask=angle < HALF, other=0.0)[None, :]
 
-    head = tl.arange(0, ROTATED_BLOCK)[:, None]
+    head = tl.arange(0, triton.next_power_of_2(HEADS + KV_HEADS))[:, None]
     inside = (head < HEADS + KV_HEADS) & (angle < HALF)[None, :]
     at = head * (2 * HALF) + angle[None, :]
     first = _load_finished(qkv, x_scales, scales, bias, token, at, inside, WIDTH)
     second = _load_finished(qkv, x_scales, scales, bias, token, at + HALF, inside, WIDTH)
 
-    kv_head = tl.arange(0, KV_BLOCK)[:, None]
+    kv_head = tl.arange(0, triton.next_power_of_2(KV_HEADS))[:, None]
     v_inside = (kv_head < KV_HEADS) & (angle < HALF)[None, :]
     v_at = kv_head * (2 * HALF) + angle[None, :]
     v_column = (HEADS + KV_HEADS) * 2 * HALF + v_at
