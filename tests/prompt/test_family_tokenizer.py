@@ -122,15 +122,13 @@ def write_phi3_tokenizer(folder: Path, names: list[str], **stated: Any) -> int:
     return first
 
 
-@pytest.mark.parametrize(
-    "text", [*TEXTS, "<|user|>\nIs it?<|end|><|assistant|>\n Yes. <|end|>", "a<|end|>b", " <|end|>"]
-)
-def test_phi3_files(tmp_path: Path, text: str) -> None:
+def test_phi3_files(tmp_path: Path) -> None:
     """Not legacy: only the first word of all has a space put in front."""
     write_phi3_tokenizer(tmp_path, PHI3_TOKENS, add_bos_token=True)
     ours, reference = Tokenizer.from_folder(tmp_path), LlamaTokenizer.from_pretrained(tmp_path)
-    assert ours.prefix_ids + ours.encode(text) == reference(text)["input_ids"]
-    assert ours.decode(ours.encode(text)) == reference.decode(ours.encode(text), skip_special_tokens=True)
+    for text in [*TEXTS, "<|user|>\nIs it?<|end|><|assistant|>\n Yes. <|end|>", "a<|end|>b", " <|end|>"]:
+        assert ours.prefix_ids + ours.encode(text) == reference(text)["input_ids"], text
+        assert ours.decode(ours.encode(text)) == reference.decode(ours.encode(text), skip_special_tokens=True), text
 
 
 def test_a_legacy_tokenizer_puts_a_space_before_every_text(tmp_path: Path) -> None:
@@ -148,32 +146,26 @@ def write_vocab_and_merges(folder: Path, tokenizer: Any) -> dict[str, int]:
     return model["vocab"]
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_vocab_and_merges_of_qwen2(tmp_path: Path, text: str) -> None:
-    write_vocab_and_merges(tmp_path, folders.byte_level(folders.QWEN2_WORDS))
-    folders.write(tmp_path, "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"})
-    reference = Qwen2Tokenizer.from_pretrained(tmp_path)
-    ids = reference(text)["input_ids"]
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "byte pieces"])
+def test_vocab_and_merges(tmp_path: Path, kind: str) -> None:
+    """Byte pieces: InternLM2's written as vocab.json + merges.txt have the ids of its tokenizer.model."""
+    if kind == "byte pieces":
+        encode = train(tmp_path, user_defined_symbols=[]).encode
+        write_vocab_and_merges(tmp_path, Tokenizer.from_folder(tmp_path).backend)
+        (tmp_path / "tokenizer.model").unlink()
+    else:
+        original = folders.byte_level(folders.QWEN2_WORDS if kind == "qwen2" else None)
+        write_vocab_and_merges(tmp_path, original)
+
+        def encode(text: str) -> list[int]:
+            return original.encode(text).ids
+
+    if kind == "qwen2":
+        folders.write(tmp_path, "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"})
+        reference = Qwen2Tokenizer.from_pretrained(tmp_path)
+        assert [reference(text)["input_ids"] for text in TEXTS] == [encode(text) for text in TEXTS]
     ours = Tokenizer.from_folder(tmp_path)
-    assert ours.encode(text) == ids
-    assert ours.decode(ids) == reference.decode(ids)
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_vocab_and_merges_of_gpt2(tmp_path: Path, text: str) -> None:
-    original = folders.byte_level()
-    write_vocab_and_merges(tmp_path, original)
-    assert Tokenizer.from_folder(tmp_path).encode(text) == original.encode(text).ids
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_vocab_and_merges_with_byte_pieces(tmp_path: Path, text: str) -> None:
-    """InternLM2's pieces written as vocab.json + merges.txt: the same ids as its tokenizer.model."""
-    reference = train(tmp_path, user_defined_symbols=[])
-    original = Tokenizer.from_folder(tmp_path)
-    write_vocab_and_merges(tmp_path, original.backend)
-    (tmp_path / "tokenizer.model").unlink()
-    assert Tokenizer.from_folder(tmp_path).encode(text) == reference.encode(text)
+    assert [ours.encode(text) for text in TEXTS] == [encode(text) for text in TEXTS]
 
 
 def test_added_tokens_json(tmp_path: Path) -> None:
