@@ -12,12 +12,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from engine_fakes import EOS, ByteTokenizer, TextEngine, run, tiny_model, tokens_of
+from engine_fakes import EOS, ByteTokenizer, TextEngine, make_request, run, tiny_model, tokens_of
 from penalties_reference import plain_answer
 
 from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.execution.step_graphs import DecodeGraphs, PromptGraphs, graph_sizes, prompt_sizes
-from tessera.engine.sequence import Request, SamplingParameters
 from tessera.errors import InvalidRequest
 from tessera.settings.stages import EngineConfig
 
@@ -45,19 +44,10 @@ def requests(count=4, **sampling):
     """Prompts that begin alike, every second with one of two pictures."""
     made = []
     for number in range(count):
-        ids = [7, 8, 9] * 8 + [number + 20] * (1 + 3 * number)
-        picture = number // 2 % 2
-        with_picture = number % 2 == 0
-        made.append(
-            Request(
-                f"{number}",
-                np.array(ids, np.int32),
-                np.array([[3, 20]] if with_picture else [], np.int32).reshape(-1, 2),
-                ROWS[picture] if with_picture else None,
-                np.array([picture, 0] if with_picture else [], np.int64),
-                SamplingParameters.parse(dict(max_tokens=3 + number, ignore_eos=True) | sampling),
-            )
-        )
+        picture, ids = number // 2 % 2, [7, 8, 9] * 8 + [number + 20] * (1 + 3 * number)
+        wishes = dict(max_tokens=3 + number, ignore_eos=True) | sampling
+        request = make_request(ids, f"{number}", [(3, 20, picture)] * (number % 2 == 0), **wishes)
+        made.append(replace(request, embeddings=ROWS[picture]) if number % 2 == 0 else request)
     return made
 
 
@@ -69,11 +59,11 @@ def answers(engine, made):
     return [tokens_of(events, request.request_id) for request in made]
 
 
-@pytest.fixture(scope="module")
-def expected():
-    """Each request alone on the readable backend."""
-    settings = dict(attention="torch", prefix_cache="off", async_launch=False)
-    return [answers(make_engine(**settings), [request])[0] for request in requests()]
+@pytest.fixture(scope="module", params=["auto", "fp8"])
+def expected(request):
+    """How the cache stores, and each request alone on the readable backend with such a one."""
+    settings = dict(attention="torch", prefix_cache="off", async_launch=False, kv_cache_dtype=request.param)
+    return request.param, [answers(make_engine(**settings), [each])[0] for each in requests()]
 
 
 WAYS = {
@@ -124,36 +114,14 @@ def counted(monkeypatch):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_same_tokens(way, expected, prompt_steps, monkeypatch):
-    ran, engine = counted(monkeypatch), make_engine(**WAYS[way])
-    assert answers(engine, requests()) == expected
+    stored, wanted = expected
+    if DEVICE == "cpu" and stored == "fp8":  # the interpreter's cast to e4m3 loses carries
+        monkeypatch.setattr(triton_backend, "rotate_and_store", reference.rotate_and_store)
+    ran, engine = counted(monkeypatch), make_engine(kv_cache_dtype=stored, **WAYS[way])
+    assert answers(engine, requests()) == wanted
     assert (engine.metrics.graph_steps > 0) == bool({"graphs", "prompt_graphs"} & WAYS[way].keys())
     assert (prompt_steps["prompts"] > 0) == ("prompt_graphs" in WAYS[way])
     assert bool(ran["greedy"]) == ("graphs" in WAYS[way]) and not ran["hidden"]  # greedy steps run whole graphs alone
-
-
-def test_same_tokens_after_preemption(prompt_steps):
-    block = 2 * BLOCK * 2 * 16 * 4
-    made = requests(max_tokens=9)
-    plain = answers(make_engine(attention="torch", async_launch=False, prefix_cache="off"), made)
-    settings = dict(kv_cache_bytes=16 * block, prefix_cache="off")
-    engine = make_engine(graphs=(1, 2, 4), prompt_graphs=(16, 48, 128), **settings)
-    assert answers(engine, made) == plain
-    assert engine.metrics.preemptions > 0 and prompt_steps["prompts"] > 0
-
-
-@pytest.fixture(scope="module")
-def expected_of_a_cache_in_fp8():
-    settings = dict(attention="torch", prefix_cache="off", async_launch=False, kv_cache_dtype="fp8")
-    return [answers(make_engine(**settings), [request])[0] for request in requests()]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_same_tokens_of_a_cache_in_fp8(way, expected_of_a_cache_in_fp8, monkeypatch):
-    if DEVICE == "cpu":  # the interpreter's cast to e4m3 loses carries
-        monkeypatch.setattr(triton_backend, "rotate_and_store", reference.rotate_and_store)
-    engine = make_engine(kv_cache_dtype="fp8", **WAYS[way])
-    assert answers(engine, requests()) == expected_of_a_cache_in_fp8
-    assert (engine.metrics.graph_steps > 0) == bool({"graphs", "prompt_graphs"} & WAYS[way].keys())
 
 
 PENALIZED = dict(repetition_penalty=0.7, frequency_penalty=0.2, presence_penalty=-0.3, no_repeat_ngram_size=2)
@@ -208,14 +176,15 @@ def test_penalties_on_tokens_that_the_host_does_not_know_yet(way, expected_under
     assert bool(ran["hidden"]) == (largest >= 4) and bool(ran["greedy"]) == (largest > 0)
 
 
-def test_penalties_after_preemption_with_steps_planned_ahead():
+@pytest.mark.parametrize("asked", [{}, PENALIZED])
+def test_same_tokens_after_preemption(prompt_steps, asked):
     block = 2 * BLOCK * 2 * 16 * 4
-    made = requests(max_tokens=9, **PENALIZED)
+    made = requests(max_tokens=9, **asked)
     runner = make_engine(attention="torch", async_launch=False, prefix_cache="off")._runner
     expected = [plain_answer(runner, request) for request in made]
-    engine = make_engine(graphs=(1, 2, 4), kv_cache_bytes=16 * block, prefix_cache="off")
+    engine = make_engine(graphs=(1, 2, 4), prompt_graphs=(16, 48, 128), kv_cache_bytes=16 * block, prefix_cache="off")
     assert answers(engine, made) == expected
-    assert engine.metrics.preemptions > 0
+    assert engine.metrics.preemptions > 0 and prompt_steps["prompts"] > 0
 
 
 def test_prompt_sizes():
