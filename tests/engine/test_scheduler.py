@@ -362,7 +362,7 @@ def test_no_step_is_launched_behind_one_that_takes_long(too_much, behind_prompts
 
 
 def steps_with_a_prompt(device_ns, tokens=480, said=policies.SHORT_ANSWER + 1, before=10):
-    """Tokens of each step of up to 2048 that reads of a prompt of N, beside an answer of which so many are ``said`` and
+    """Tokens of each step of up to 2048 that reads of a prompt of N, beside an answer with N ``said`` and
     after others, which told how long a token takes, all of priority 10; ``before`` is that of the first one."""
     engine, runner = make_engine(
         num_blocks=3000, max_model_len=4000, max_batched_tokens=2048, max_sequences=8, prefix_cache="off"

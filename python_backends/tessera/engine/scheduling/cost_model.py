@@ -26,7 +26,7 @@ class CostModel:
             self.record(tokens, ns)
 
     def record(self, tokens: int, ns: int) -> None:
-        """A step of so many tokens took this long."""
+        """A step of this many tokens took this long."""
         power = (tokens - 1).bit_length()
         recent = self._recent.setdefault(power, deque(maxlen=_RECENT))
         recent.append((ns / tokens, tokens))
@@ -38,7 +38,7 @@ class CostModel:
             self._ns = [0.0, *[*accumulate((ns for _, ns in reversed(known)), min)][::-1]]
 
     def step_ns(self, tokens: float) -> float:
-        """How long a step of so many tokens takes."""
+        """How long a step of this many tokens takes."""
         return _between(tokens, self._tokens, self._ns)
 
     def tokens_within(self, ns: float) -> float:
