@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from fakes.backend import wait_until
@@ -175,6 +177,20 @@ def test_who_could_not_go_beside_waits_for_both(stage):
     assert not stage.lane.free and len(stage.lane.works) == 2
     stage.end(1)
     stage.begins(False, [41, 42, 43])
+
+
+def test_a_forward_waits_for_one_beside_the_last():
+    lane, begun = HeldStreams(runner := TileRunner()), threading.Event()
+    run = partial(runner.run, np.zeros((1, 2, 2, 3), np.uint8))
+    lane.forward(run)
+    lane.beside(run)
+    thread = threading.Thread(target=lambda: (lane.forward(run), begun.set()))
+    thread.start()
+    lane.works[0][1].end.set()
+    assert not begun.wait(0.05)
+    lane.works[1][1].end.set()
+    assert begun.wait(5)
+    thread.join()
 
 
 def test_a_second_question_waits_for_the_first(stage):
