@@ -65,7 +65,7 @@ def test_a_stage_has_sent_its_first_tensor_before_it_is_ready(server, stage):
     """With it the server shares its pool of GPU memory: not in a burst (tessera/tritonserver/gpu_pool.py)."""
     log = server.log_path.read_text()
     before_ready = log.partition(f"successfully loaded '{stage}'")[0]
-    assert f"{stage}: the first tensor on cpu was sent" in before_ready
+    assert f"{stage}: sends its first tensor, on cpu" in before_ready
 
 
 def test_every_way_in_gives_the_same_answer(server, client, picture):

@@ -44,9 +44,9 @@ def answer_warm_up(responder: Responder, name: str, tensor: torch.Tensor) -> Non
     import triton_python_backend_utils as pb_utils
 
     with SPEAKING:
+        _LOG.info("sends its first tensor, on %s", tensor.device)
         responder.is_cancelled()  # is queued behind the log's lines: when it comes back, they have gone
         responder.send(pb_utils.InferenceResponse([pb_utils.Tensor.from_dlpack(name, tensor)]), final=True)
-    _LOG.info("the first tensor on %s was sent", tensor.device)
 
 
 M_ARENA_MAX = -8  # malloc.h of glibc
