@@ -23,14 +23,18 @@ Forest = tuple[tuple[Node, Any], ...]
 
 def teds(pairs: Sequence[tuple[str, str]]) -> float:
     """Mean over tables of (expected, got) in OTSL: 1 - distance / nodes of the larger one, the table itself aside."""
-    sys.setrecursionlimit(max(sys.getrecursionlimit(), 20_000))  # a level for each cell of both
-    scores = []
-    for expected, got in pairs:
-        a, b = table(expected), table(got)
-        most = max(_size(a), _size(b))
-        scores.append(1 - _distance(a, b) / most if most else 1.0)
-        _distance.cache_clear()
-    return sum(scores) / max(1, len(scores))
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 20_000))  # a level for each cell of both
+    try:
+        return sum(_score(table(expected), table(got)) for expected, got in pairs) / max(1, len(pairs))
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def _score(a: Forest, b: Forest) -> float:
+    _distance.cache_clear()
+    most = max(_size(a), _size(b))
+    return 1 - _distance(a, b) / most if most else 1.0
 
 
 def table(otsl: str) -> Forest:

@@ -93,7 +93,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    app.add_middleware(middleware.RequestHeads, hosts=settings.allowed_hosts, counters=state.counters)
+    app.add_middleware(middleware.RequestHeads, settings=settings, counters=state.counters)
     if provider is not None:
         app.add_middleware(tracing.TraceRequests, provider=provider)
     return app

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -13,6 +13,7 @@ from tessera_gateway.errors import RETRY_AFTER, ApiError
 from tessera_gateway.settings import Settings
 
 T = TypeVar("T")
+FILES = "/v1/files"
 STOPPING = ApiError(503, "the gateway is stopping", code="server_unavailable", headers=RETRY_AFTER)
 _leaving: set[asyncio.Future[None]] = set()  # what waits for clients to go away
 
@@ -27,55 +28,53 @@ def require_json(request: Request) -> None:
         raise ApiError(415, words, code="unsupported_media_type")
 
 
-def declared_size(request: Request, mib: int, option: str) -> int:
-    """The bytes of the body by its header, 0 if that does not tell. Raises ApiError where they are more than ``mib``;
-    ``option`` sets that."""
-    declared = request.headers.get("content-length", "")
-    size = int(declared) if declared.isdecimal() else 0
-    if size > mib << 20:
-        raise _too_large(mib, option)
-    return size
+def declared_size(headers: Mapping[str, str]) -> int:
+    """The bytes of the body by its header, 0 if that does not tell."""
+    declared = headers.get("content-length", "")
+    return int(declared) if declared.isdecimal() else 0
 
 
-def _too_large(mib: int, option: str) -> ApiError:
+def too_large(path: str, size: int, settings: Settings) -> ApiError | None:
+    """The refusal of a body of so many bytes, if that is more than ``path`` takes."""
+    mib, option = settings.max_body_mib, "--max-body-mib"
+    if path == FILES:
+        mib, option = settings.max_file_mib, "--max-file-mib"
+    if size <= mib << 20:
+        return None
     words = f"the body is larger than {mib} MiB ({option})"
     return ApiError(413, words, code="body_too_large", headers={"Connection": "close"})
 
 
 async def read(request: Request) -> bytes:
     """The body. Raises ApiError where it is too long, takes too long, or its client goes away."""
-    settings: Settings = request.app.state.settings
-    return await _arriving(_whole(request, settings.max_body_mib), settings.timeout_s, "the body")
+    return await _arriving(_whole(request), request.app.state.settings.timeout_s, "the body")
 
 
-async def _whole(request: Request, mib: int) -> bytes:
+async def _whole(request: Request) -> bytes:
     parts = list[bytes]()
     try:
-        async for part in _limited(request, mib, "--max-body-mib"):
+        async for part in _limited(request):
             parts.append(part)
         return b"".join(parts)
     finally:
         parts.clear()  # an error's traceback would hold them until the next full collection of garbage
 
 
-async def pieces(request: Request, mib: int, option: str) -> AsyncIterator[bytes]:
+async def pieces(request: Request) -> AsyncIterator[bytes]:
     """The body as it comes. Raises as :func:`read`, where a piece takes too long."""
-    stream = _limited(request, mib, option)
-    while piece := await _arriving(
-        anext(stream, b""), request.app.state.settings.timeout_s, "the next piece of the body"
-    ):
+    stream, seconds = _limited(request), request.app.state.settings.timeout_s
+    while piece := await _arriving(anext(stream, b""), seconds, "the next piece of the body"):
         yield piece
 
 
-async def _limited(request: Request, mib: int, option: str) -> AsyncIterator[bytes]:
-    """The body as it comes, refused at its header if that says that it is too long, else as soon as it is."""
-    declared_size(request, mib, option)
-    size = 0
+async def _limited(request: Request) -> AsyncIterator[bytes]:
+    """The body as it comes, refused as soon as it is too long; one whose header says so was refused before."""
+    size, state = 0, request.app.state
     async for part in request.stream():
         size += len(part)
-        request.app.state.counters.add("body_bytes_total", len(part))
-        if size > mib << 20:
-            raise _too_large(mib, option)
+        state.counters.add("body_bytes_total", len(part))
+        if refusal := too_large(request.url.path, size, state.settings):
+            raise refusal
         yield part
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Collection, MutableMapping
+from collections.abc import Awaitable, MutableMapping
 from ipaddress import ip_address
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tessera_gateway.body import declared_size, too_large
 from tessera_gateway.errors import REQUEST_ID, ApiError
 from tessera_gateway.metrics import COMPLETIONS, RESPONSES, STATUS, TURN, USAGE, Counters
+from tessera_gateway.settings import Settings
 
 SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -42,19 +44,22 @@ def id_of(scope: MutableMapping[str, Any]) -> str:
 class RequestHeads(Middleware):
     """What is done by a request's head alone, and what is counted of every request.
 
-    Every answer has its request's id as ``x-request-id``. HEAD is answered as GET, without the body. Hosts beside
-    ``hosts`` are refused, where these are not None: a page of another site can have its name point to this machine (DNS
-    rebinding), and then reads what a browser here is answered; but the browser still says that name. Addresses cannot
-    be pointed anywhere, and are always served. At the end the request's place at the servers is given back.
+    Every answer has its request's id as ``x-request-id``. HEAD is answered as GET, without the body. Hosts beside those
+    that are allowed, where any are named, are refused: a page of another site can have its name point to this machine
+    (DNS rebinding), and then reads what a browser here is answered; but the browser still says that name. Addresses
+    cannot be pointed anywhere, and are always served. A body whose header says that it is too long is refused, whether
+    or not its path reads one. At the end the request's place at the servers is given back.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str] | None, counters: Counters) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, counters: Counters) -> None:
         super().__init__(app)
+        hosts = settings.allowed_hosts
         self._hosts = None if hosts is None else {host.lower() for host in hosts} | {"localhost"}
-        self._counters = counters
+        self._settings, self._counters = settings, counters
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name, host = id_of(scope), Headers(scope=scope).get("host", "")
+        name, headers = id_of(scope), Headers(scope=scope)
+        host = headers.get("host", "")
         status = 499  # where no answer is begun
         began, is_head, app = time.perf_counter(), scope["method"] == "HEAD", self._app
 
@@ -70,6 +75,8 @@ class RequestHeads(Middleware):
         if not self._serves(host):
             words = f"the host {host!r:.80} is not served here; name it by --allowed-hosts"
             app = ApiError(403, words, code="host_not_allowed").response()
+        elif refusal := too_large(scope["path"], declared_size(headers), self._settings):
+            app = refusal.response()
         self._counters.add("requests_under_way")
         try:
             await app({**scope, "method": "GET"} if is_head else scope, receive, answer)

@@ -75,6 +75,17 @@ def test_what_a_saver_left_out_takes_the_class_default(native):
     assert config.text.max_position_embeddings == 2048
 
 
+def test_what_training_leaves_in_a_section_changes_nothing(native):
+    """As published InternVL3.5 files, and unsloth's, have it."""
+    left = {name: False for name in ("debug", "ep_size", "micro_forward", "skip_checkpoint", "use_deepep", "use_fa3")}
+    before = read_config(native)
+    edit(native, lambda raw: raw["text_config"].update(left, unsloth_version="2026.4.7", unsloth_fixed=True))
+    assert read_config(native).text == before.text
+    edit(native, lambda raw: raw["text_config"].update(logit_scale=0.5))
+    with pytest.raises(CheckpointError, match="setting 'logit_scale' is not supported"):
+        read_config(native)
+
+
 def as_phi3(**settings):
     """Edits a Llama body into a Phi-3 one with heads of 16 and a context of 4096."""
     return lambda raw: raw["text_config"].update(

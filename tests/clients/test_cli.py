@@ -8,7 +8,6 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from tessera_command import sample, terminal
 from tessera_command.cli import main
 from tessera_evaluation.datasets import folder_items
 from tessera_gateway.settings import add_options
+from tessera_wire import __version__
 
 Capture = pytest.CaptureFixture[str]
 
@@ -54,7 +54,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_version_is_the_packages(capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
-    assert ended.value.code == 0 and capsys.readouterr().out == f"tessera {metadata.version('tessera')}\n"
+    assert ended.value.code == 0 and capsys.readouterr().out == f"tessera {__version__}\n"
 
 
 def test_ask_prints_the_answer(serve: Any, picture: str, capsys: Capture) -> None:

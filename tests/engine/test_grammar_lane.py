@@ -189,6 +189,22 @@ def test_a_grammar_is_compiled_once_for_all_who_wait_for_it(monkeypatch):
     assert lane.compiled == ["a"]
 
 
+def test_a_fault_on_the_way_to_the_engine_leaves_nobody_waiting(monkeypatch, caplog):
+    lane = Lane(monkeypatch)
+    hand_on, faults = lane.lane._submit, iter([OSError("broken")])
+    monkeypatch.setattr(lane.lane, "_submit", lambda message: next(map(fail, faults), None) or hand_on(message))
+    for name in ("first", "second"):
+        lane.put(name, "a")
+    lane.go_on.release()
+    assert {lane.hear()[0] for _ in range(2)} == {"first", "second"} and "handed on" in caplog.text
+    lane.put("third", "a")
+    assert lane.hear() == ("third", "submitted")
+
+
+def fail(error):
+    raise error
+
+
 def test_only_so_many_grammars_wait(monkeypatch):
     lane = Lane(monkeypatch)
     for n in range(MOST_GRAMMARS):

@@ -234,6 +234,9 @@ def test_a_client_that_leaves_within_its_body_is_no_fault() -> None:
 
 def test_a_body_over_the_limit_is_refused_before_and_while_it_is_read() -> None:
     door = gateway([final()], max_body_mib=1)
+    for method, path in (("GET", "/v1/models"), ("POST", "/nowhere"), ("POST", "/v1/batches")):  # which read none
+        response = door(method, path, content=b" " * ((1 << 20) + 1))
+        assert refused(response, 413)["code"] == "body_too_large" and response.headers["connection"] == "close"
     for size, status, code in ((1 << 20, 400, "invalid_json"), ((1 << 20) + 1, 413, "body_too_large")):
         assert refused(door("POST", "/v1/chat/completions", content=b" " * size), status)["code"] == code
     before = door.app.state.counters.total("body_bytes_total")

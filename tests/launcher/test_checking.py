@@ -198,6 +198,9 @@ def test_what_was_found_good_is_checked_again_when_files_or_settings_change(
     assert checking.fault(setup_of(folder, "--set", "threads=2")) is None and len(asked) == 2
     (folder / "bad").touch()
     assert [checking.fault(setup_of(folder)) for _ in range(2)] == ["bad", "bad"] and len(asked) == 4
+    (folder / "bad").unlink()
+    monkeypatch.setattr(checking, "READERS", ("torch",))  # as if another library's version were installed
+    assert checking.fault(setup_of(folder)) is None and len(asked) == 5
 
 
 def test_check_is_a_command_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

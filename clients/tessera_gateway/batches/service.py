@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from sqlite3 import Error as StorageError
 from typing import Any, TypeVar
@@ -46,11 +47,17 @@ class BatchService:
                 self._waits(-1)
 
     def later(self, work: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
-        """Does it :meth:`patiently`, whatever becomes of the caller."""
-        task = asyncio.ensure_future(self.patiently(work, *arguments))
+        """Does it when the database can, whatever becomes of the caller."""
+        task = asyncio.ensure_future(self._when_it_can(work, *arguments))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    async def _when_it_can(self, work: Callable[..., T], *arguments: object) -> T:
+        while True:
+            with suppress(StorageError):
+                return await self.database.call(work, *arguments)
+            await asyncio.sleep(AGAIN_S)
 
     def _waits(self, change: int) -> None:
         self._waiting += change

@@ -42,8 +42,8 @@ async def upload(request: Request, service: BatchService, settings: Settings) ->
 
     try:
         form = Form(request.headers.get("content-type", ""), settings.max_body_mib)
-        await database.call(database.require_room, declared_size(request, settings.max_file_mib, "--max-file-mib"))
-        async for piece in pieces(request, settings.max_file_mib, "--max-file-mib"):
+        await database.call(database.require_room, declared_size(request.headers))
+        async for piece in pieces(request):
             form.feed(piece)
             if form.size >= SLICE_BYTES:
                 await write()

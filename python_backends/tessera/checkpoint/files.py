@@ -21,14 +21,16 @@ from tessera.errors import CheckpointError
 Kind = TypeVar("Kind")
 PILLOW_BICUBIC = 3  # as an image processor's "resample" has it
 #: What a section of config.json may state without a change to any answer: names, what training and transformers' own
-#: generation go by, and what their old savers wrote of every model.
+#: generation go by, what their old savers wrote of every model, and the switches of OpenGVLab's training code, which
+#: transformers' convert_qianfan_ocr_weights_to_hf.py passes over too. Beside these, any name that unsloth signs.
 PASSED_OVER = frozenset(
     (
         *("_attn_implementation_autoset", "_commit_hash", "_name_or_path", "add_cross_attention", "architectures"),
         *("attention_dropout", "attn_implementation", "auto_map", "bad_words_ids", "begin_suppress_tokens"),
-        *("bos_token_id", "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id"),
+        *("bos_token_id", "chunk_size_feed_forward", "cross_attention_hidden_size", "debug", "decoder_start_token_id"),
         *("diversity_penalty", "do_sample", "drop_path_rate", "dropout", "dtype", "early_stopping", "embd_pdrop"),
-        *("encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty", "finetuning_task"),
+        *("encoder_no_repeat_ngram_size", "eos_token_id", "ep_size", "exponential_decay_length_penalty"),
+        *("finetuning_task", "micro_forward", "skip_checkpoint", "use_deepep", "use_fa3"),
         *("forced_bos_token_id", "forced_eos_token_id", "hidden_dropout_prob", "id2label", "initializer_factor"),
         *("initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "layer_scale_init_value"),
         *("length_penalty", "max_length", "min_length", "model_type", "no_repeat_ngram_size", "num_beam_groups"),
@@ -90,7 +92,7 @@ def read_fields(kind: type[Kind], stated: Mapping[str, Any], prefix: str, also: 
     """
     types = {name: kind_of for name, kind_of in get_type_hints(kind).items() if name not in own}
     for name, value in stated.items():
-        if value is not None and name not in PASSED_OVER:
+        if value is not None and name not in PASSED_OVER and not name.startswith("unsloth_"):
             one_of(name, [*types, *also], f"{prefix.rstrip('. ')} setting")
     values = {name: stated[name] for name in types if name in stated}
     for name, value in values.items():

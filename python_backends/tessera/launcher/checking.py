@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from tessera.settings.stages import EngineConfig, PreprocessSettings, VisionSettings
 
 Part = TypeVar("Part")
+READERS = ("jinja2", "numpy", "safetensors", "tokenizers", "torch")
+"""Distributions that a verdict hangs on."""
 
 
 class Found(NamedTuple):
@@ -78,11 +81,14 @@ def fault(setup: ServerSetup) -> str | None:
     """Why a server of this setup would serve nothing, in one paragraph; None if nothing speaks against it.
 
     Judged in a process of its own: what the readers import is not for the launcher to hold while a server runs. That
-    takes seconds, so a verdict of None is remembered as long as the settings and the files are the same (this file
-    among them, so that another version judges again).
+    takes seconds, so a verdict of None is remembered as long as the settings, the checkpoint's files, this package's
+    and the versions of the libraries that read a checkpoint are the same.
     """
-    files = [(path.name, path.stat()) for path in (Path(__file__), *sorted(_folder(setup).glob("*"))) if path.is_file()]
-    seen = repr((setup, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]))
+    package = Path(__file__).parents[1]
+    files = [path for path in sorted((*package.rglob("*.py"), *_folder(setup).glob("*"))) if path.is_file()]
+    stats = [(str(path), path.stat()) for path in files]
+    versions = [each.version for name in READERS for each in metadata.distributions(name=name)]
+    seen = repr((setup, versions, [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]))
     kept = cache_folder() / "checks" / hashlib.blake2b(seen.encode(), digest_size=16).hexdigest()
     if is_kept(kept):
         return None

@@ -30,6 +30,7 @@ from tessera.prompt.sampling import SHAPES, SamplingParameters
 
 _LOG = logging.getLogger(__name__)
 MOST_GRAMMARS = 32
+_FAILED = Unavailable("what the answer must match could not be compiled; the server's log says why")
 
 
 class GrammarLane:
@@ -58,7 +59,7 @@ class GrammarLane:
                 )
             self._waiting.setdefault(asked, {})[message.request.number] = message
         if new:
-            self._thread.submit(self._serve, asked)
+            self._thread.submit(self._serve_or_refuse, asked)
 
     def cancel(self, number: int, reason: str) -> bool:
         """Ends a request that waits here; returns whether it did."""
@@ -67,6 +68,17 @@ class GrammarLane:
         if found:
             self._tell(Progress(ends=[End(number, reason)]))
         return found
+
+    def _serve_or_refuse(self, asked: Any) -> None:
+        """No fault of one grammar may leave its requests, or those that ask for it later, to wait for ever."""
+        try:
+            self._serve(asked)
+        except Exception:
+            _LOG.exception("a grammar's requests could not be handed on")
+            with self._lock:
+                left = self._waiting.pop(asked, {})
+            for number in left:
+                self._tell(Progress.refused(number, _FAILED))
 
     def _serve(self, asked: Any) -> None:
         """Compiles a grammar and hands on all that wait for it, or refuses them."""
@@ -80,11 +92,12 @@ class GrammarLane:
             refusal = refusal or self._compile(message)  # again where enough copies were made of the one that there was
             with self._lock:  # a cancellation finds it here, or in the engine
                 number, deadline = message.request.number, message.request.deadline_ns
-                if self._waiting[asked].pop(number, None) is None:
+                if number not in self._waiting[asked]:
                     continue
                 late = deadline is not None and deadline <= time.monotonic_ns()
                 if not late and refusal is None:
                     self._submit(message)
+                del self._waiting[asked][number]
             if late:
                 self._tell(Progress(ends=[End(number, "deadline")]))
             elif refusal is not None:
@@ -99,7 +112,7 @@ class GrammarLane:
             return error
         except Exception:
             _LOG.exception("a grammar could not be compiled")
-            return Unavailable("what the answer must match could not be compiled; the server's log says why")
+            return _FAILED
         return None
 
 
