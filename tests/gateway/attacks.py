@@ -49,20 +49,6 @@ async def poured(port: int, head: bytes, part: bytes, most: int) -> int:
         return await status(reader)
 
 
-async def dripped(port: int, head: bytes, part: bytes = b"x") -> int:
-    """Sends a part a second."""
-    async with line(port) as (reader, writer):
-        writer.write(head)
-        answer = asyncio.ensure_future(status(reader))
-        for _ in range(int(SECONDS)):
-            await asyncio.wait({answer}, timeout=1.0)
-            if answer.done():
-                return answer.result()
-            writer.write(part)
-        answer.cancel()
-        return 0
-
-
 async def asked(port: int, body: bytes) -> int:
     async with line(port) as (reader, writer):
         writer.write(POST + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body)
@@ -116,13 +102,9 @@ async def run(name: str, port: int) -> Counter[int]:
     grammars = iter(question(tessera={"regex": f"a{{{19900 + number}}}"}) for number in range(1000))
     attacks: dict[str, Awaitable[None]] = {
         "headers": again(lambda: poured(port, GET + b"X: ", b"a" * (1 << 16), 64 * MIB), found, 4),
-        "fields": again(lambda: poured(port, GET, b"X: a\r\n" * 10_000, 64 * MIB), found, 4),
         "chunks": again(lambda: poured(port, chunked, b"1\r\na\r\n" * 10_000, 64 * MIB), found, 4),
-        "half-open": once(lambda: dripped(port, GET + b"X: "), found, 400),
-        "slow bodies": once(lambda: dripped(port, POST + b"Content-Length: 999999\r\n\r\n"), found, 400),
         "held bodies": once(lambda: held(port), found, 16),
         "values": again(lambda: asked(port, values), found, 2),
-        "2,000 connections": once(lambda: dripped(port, b"", b""), found, 2000),
         "2,000 at once": once(lambda: asked(port, question()), found, 2000),
         "grammars": once(lambda: asked(port, next(grammars)), found, 60),
     }

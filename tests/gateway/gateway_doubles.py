@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,10 @@ from clients.fake_transport import FakeTransport
 from fastapi import FastAPI
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from tessera_client import AsyncClient, Retry
 from tessera_gateway import cli
@@ -71,11 +74,13 @@ def gateway(*script: Any, **settings: Any) -> Asked:
 
 
 @contextmanager
-def stoppable(app: Any, log_level: str = "critical", grace: int = 1) -> Iterator[tuple[uvicorn.Server, str]]:
+def stoppable(
+    app: Any, log_level: str = "critical", grace: int = 1, **more: Any
+) -> Iterator[tuple[uvicorn.Server, str]]:
     """An application that is served in a thread until ``should_exit`` of its server is set, and its address."""
     with cli._listen("127.0.0.1", 0) as listener:
         is_gateway = isinstance(app, FastAPI) and hasattr(app.state, "door")  # or else what stands behind one
-        options: Any = {"http": Connection if is_gateway else "auto", "ws": "none", "log_level": log_level}
+        options: Any = {"http": Connection if is_gateway else "auto", "ws": "none", "log_level": log_level, **more}
         server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=grace, **options))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
@@ -139,26 +144,13 @@ def collecting() -> Iterator[tuple[str, dict[str, Any]]]:
     """A collector of traces: its address for OTLP over HTTP, and the spans that it was sent, by their names."""
     received: dict[str, Any] = {}
 
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            if self.path == "/v1/traces":
-                for each in ExportTraceServiceRequest.FromString(body).resource_spans:
-                    attributes = {attribute.key: attribute.value.string_value for attribute in each.resource.attributes}
-                    assert attributes["service.name"] == "tessera-gateway"
-                    assert attributes["telemetry.sdk.name"] == "opentelemetry"
-                    received.update((span.name, span) for scope in each.scope_spans for span in scope.spans)
-            self.send_response(200)
-            self.end_headers()
+    async def collect(request: Request) -> Response:
+        for each in ExportTraceServiceRequest.FromString(await request.body()).resource_spans:
+            attributes = {attribute.key: attribute.value.string_value for attribute in each.resource.attributes}
+            assert attributes["service.name"] == "tessera-gateway"
+            assert attributes["telemetry.sdk.name"] == "opentelemetry"
+            received.update((span.name, span) for scope in each.scope_spans for span in scope.spans)
+        return Response()
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", received
-        finally:
-            server.shutdown()
-            thread.join()
+    with listening(Starlette(routes=[Route("/v1/traces", collect, methods=["POST"])])) as address:
+        yield address, received

@@ -6,16 +6,16 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import parse_headers
 from typing import Any
 
 import pytest
 from clients.fake_transport import FakeTransport, Hang
-from gateway_doubles import ASKED, Asked, answers, listening, started, until
+from gateway_doubles import ASKED, Asked, answers, gateway, listening, started, until
 
-from tessera_gateway import connections
+from tessera_client import Delta
+from tessera_gateway import cli, connections
 from tessera_gateway.settings import Settings
 
 GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
@@ -215,6 +215,22 @@ def test_each_part_of_a_body_has_its_time(hurried: None, served: Served) -> None
     assert served.counted("body_bytes_held") == 0
 
 
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    with serving(timeout_s=0.05) as served:
+        line = served.line()
+        line.send(SIZED, BODY[:9])
+        status, fields, body = line.answer()
+        assert (status, fields["connection"], body["error"]["code"]) == (408, "close", "slow_body")
+        assert body["error"]["message"] == "the body did not arrive within 0.05 s"
+
+
+def test_a_client_that_leaves_within_its_body_is_no_fault(served: Served) -> None:
+    line = served.line()
+    line.send(SIZED, BODY[:9])
+    line.close()
+    assert served.settles('requests_total{status="499"}', 1)
+
+
 def test_an_answer_may_take_longer_than_what_is_awaited_of_the_client(hurried: None) -> None:
     with serving([Hang()], timeout_s=1) as served:
         line = served.line()
@@ -269,6 +285,42 @@ def test_a_client_that_leaves_takes_all_its_requests_along() -> None:
         assert served.settles("requests_under_way", 1)
         line.close()
         assert served.settles("requests_under_way", 0)
+
+
+def left(door: Asked, stream: bool, after: bytes, **fields: Any) -> None:
+    """Asks, and goes away when the servers were asked and this much of the answer has come."""
+    body = json.dumps({**ASKED, "stream": stream, **fields}).encode()
+    with listening(door.app) as address:
+        line, came = Line(int(address.rpartition(":")[2])), b""
+        line.send(POST + b"Content-Length: %d\r\n\r\n" % len(body), body)
+        until(lambda: door.fake.requests)
+        while after not in came:
+            came += line.socket.recv(1 << 16)
+        line.close()
+        until(lambda: door.app.state.counters.total('requests_total{status="499"}'))
+
+
+@pytest.mark.parametrize(("stream", "after"), [(False, b""), (True, b""), (True, b'"b"')])
+@pytest.mark.parametrize("answers", [1, 3])
+def test_all_that_was_asked_goes_along(stream: bool, after: bytes, answers: int) -> None:
+    door = gateway(*[[Delta("a"), Delta("b"), Hang()] if after else [Hang()]] * answers)
+    left(door, stream, after, n=answers)
+    assert sorted(door.fake.cancelled) == sorted(name for _, name, _ in door.fake.requests)
+    assert len(door.fake.cancelled) in ((answers,) if after else range(1, answers + 1))  # some may not be sent yet
+    assert door.app.state.counters.total("requests_under_way") == 0
+
+
+def test_one_that_stops_reading_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "STALLED_MS", 250)
+    door = gateway([*[Delta("a" * 1_000_000)] * 20, Hang()])  # more than the system's buffers take
+    body = json.dumps({**ASKED, "stream": True}).encode()
+    with listening(door.app) as address:
+        line = Line(int(address.rpartition(":")[2]))
+        line.send(POST + b"Content-Length: %d\r\n\r\n" % len(body), body)
+        until(lambda: door.fake.cancelled)
+        line.close()
+    assert door.fake.cancelled == [door.fake.requests[0][1]]
+    assert door.app.state.counters.total('requests_total{status="499"}') == 1
 
 
 def test_a_client_that_asks_whether_to_send_its_body() -> None:
@@ -387,15 +439,3 @@ def test_without_room_for_another_connection_the_others_go_on() -> None:
         for line in lines:
             line.close()
         until(lambda: answers(url))
-
-
-def test_many_at_once_are_all_answered(served: Served) -> None:
-    def ask(line: Line) -> list[int]:
-        statuses = list[int]()
-        for _ in range(20):
-            line.send(SIZED, BODY)
-            statuses.append(line.answer()[0])
-        return statuses
-
-    with ThreadPoolExecutor(16) as threads:
-        assert list(threads.map(ask, [served.line() for _ in range(16)])) == [[200] * 20] * 16

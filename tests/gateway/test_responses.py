@@ -123,32 +123,6 @@ def test_an_error_has_its_status_or_its_events(client: openai.OpenAI, play: Any)
         assert events[-1].response.status == "failed" and events[-1].sequence_number == len(events) - 1
 
 
-ELSEWHERE = [{"role": "user", "content": [{"type": "input_image", "image_url": "http://elsewhere/a.jpg"}]}]
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored here"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "at most 0 items"),
-        ({"include": ["reasoning.encrypted_content"]}, "include", "not supported"),
-        ({"reasoning": {"effort": "low"}}, "reasoning", "not supported"),
-        ({"truncation": "auto"}, "truncation", "'disabled'"),
-        ({"max_tokens": 5}, "max_tokens", "not known"),
-        ({"input": []}, "input", "at least 1 item"),
-        ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].type", "'message'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]", "input_image"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "not known"),
-        ({"model": "gpt"}, "model", "no model"),
-        ({"instructions": "Be brief.", "input": ELSEWHERE}, "input[0].content[0].image_url.url", "input[0].content"),
-    ],
-)
-def test_what_is_not_served_is_refused_by_its_path(fields: dict[str, Any], param: str, words: str) -> None:
-    refusal = gateway()("POST", "/v1/responses", json={"model": "vlm", "input": "?", **fields})
-    error = refusal.json()["error"]
-    assert refusal.status_code in (400, 404) and error["param"] == param and words in error["message"], refusal.text
-
-
 @pytest.mark.parametrize(
     ("words", "param"),
     [

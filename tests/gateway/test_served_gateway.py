@@ -5,12 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,18 +18,14 @@ import openai
 import pytest
 from batch_files import answers, client_of, create, line, over, rows
 from gateway_doubles import free_port, listening
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import BaseModel
-from server.http_door import read
+from server.http_door import read, total
 from server.toy_servers import ECHO, Launched, add_model, all_gone, wait_until
 
 import scene
 from tessera.launcher.guard import descendants
-from tessera.launcher.process import Server
+from tessera.launcher.process import Server, command_line
 from tessera_client import Client
-from tessera_client.tracing import STAGES
 from tessera_gateway.app import create_app
 from tessera_gateway.settings import Settings
 
@@ -41,7 +35,7 @@ SOURCES = Path(__file__).resolve().parents[2] / "clients"
 QUESTION = "Is there an exposed wire?"
 
 
-def test_the_launcher_keeps_it_up_and_takes_it_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_keeps_it_up_and_takes_it_along(tmp_path: Path) -> None:
     add_model(tmp_path / "models", "echo", ECHO, "TYPE_STRING")
     port = free_port()
     launched = Launched(tmp_path / "models", tmp_path / "log", "--openai-port", str(port))
@@ -52,7 +46,7 @@ def test_the_launcher_keeps_it_up_and_takes_it_along(tmp_path: Path, monkeypatch
         assert "nv_inference_request_success" in servers
         # Without the model `vlm` the service is not ready for questions.
         assert httpx.get(f"{url}/health", timeout=10, trust_env=False).status_code == 503
-        (gateway,) = [pid for pid in launched.pids if "tessera_gateway" in " ".join(command(pid))]
+        (gateway,) = [pid for pid in launched.pids if "tessera_gateway" in " ".join(command_line(pid))]
         os.kill(gateway, signal.SIGKILL)
         assert launched.process.stderr is not None and launched.process.stdout is not None
         assert "the gateway ended: killed by signal 9" in launched.process.stderr.readline()
@@ -65,10 +59,6 @@ def test_the_launcher_keeps_it_up_and_takes_it_along(tmp_path: Path, monkeypatch
     finally:
         launched.process.kill()
         launched.process.communicate()
-
-
-def command(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +87,7 @@ def messages(picture: bytes, question: str = QUESTION) -> Any:
 
 
 def test_the_answer_is_the_sdks(server: Server, client: openai.OpenAI, picture: bytes) -> None:
+    """Whole, as events, and as a response."""
     with Client(server.grpc_url) as sdk:
         expected = sdk.ask(picture, QUESTION, max_tokens=8, logprobs=2)
     asked: Any = {"model": "vlm", "messages": messages(picture), "max_tokens": 8}
@@ -115,33 +106,11 @@ def test_the_answer_is_the_sdks(server: Server, client: openai.OpenAI, picture: 
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected.text
     without = {"prompt_tokens_details": None}
     assert chunks[-1].usage.model_copy(update=without) == answer.usage.model_copy(update=without)
-
-
-def test_many_at_once(client: openai.OpenAI, picture: bytes) -> None:
-    def ask(_: int) -> str | None:
-        asked = client.chat.completions.create(model="vlm", messages=messages(picture), max_tokens=4)
-        return asked.choices[0].message.content
-
-    with ThreadPoolExecutor(16) as threads:
-        assert len(set(threads.map(ask, range(16)))) == 1
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_trace_holds_every_stage_in_its_time(server: Server, picture: bytes, stream: bool) -> None:
-    memory, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(memory))
-    asked = {"model": "vlm", "messages": messages(picture), "max_tokens": 8, "stream": stream}
-    with listening(create_app(Settings(url=server.grpc_url), provider=provider)) as address:
-        answer = httpx.post(f"{address}/v1/chat/completions", json=asked, timeout=60, trust_env=False)
-        assert answer.status_code == 200
-    spans = {span.name: span for span in memory.get_finished_spans()}
-    assert len({span.context.trace_id for span in spans.values()}) == 1
-    request, chat, *stages = (spans[name] for name in ("POST /v1/chat/completions", "chat vlm", *STAGES))
-    times = [request.start_time, chat.start_time, *(span.start_time for span in stages)]
-    assert times == sorted(times) and len(spans) == 2 + len(STAGES)  # type: ignore[type-var]
-    ends = [*(span.end_time for span in stages), chat.end_time, request.end_time]
-    assert ends == sorted(ends) and ends[:-3] == times[3:]  # type: ignore[type-var]
-    assert chat.attributes is not None and chat.attributes["gen_ai.usage.output_tokens"]
+    url = asked["messages"][0]["content"][0]["image_url"]["url"]
+    parts: Any = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": QUESTION}]
+    told = client.responses.create(model="vlm", input=[{"role": "user", "content": parts}], max_output_tokens=8)
+    assert told.output_text == expected.text and told.usage is not None
+    assert 64 <= told.usage.input_tokens_details.cached_tokens < told.usage.input_tokens == used.prompt_tokens
 
 
 def test_labels_tiles_shapes_and_text_alone(client: openai.OpenAI, picture: bytes) -> None:
@@ -149,55 +118,32 @@ def test_labels_tiles_shapes_and_text_alone(client: openai.OpenAI, picture: byte
         wire: bool
         sockets: Literal[0, 1, 2]
 
-    def text(extra: dict[str, Any], most: int = 60) -> str:
-        asked: Any = {"model": "vlm", "messages": messages(picture), "max_tokens": most, "extra_body": extra}
-        return client.chat.completions.create(**asked).choices[0].message.content or ""
-
     own = {"tessera": {"choices": ["yes", "no"], "tile_policy": {"max_tiles": 1}}}
     answer = client.chat.completions.create(model="vlm", messages=messages(picture), extra_body=own)
     scores = answer.tessera["choices"]  # type: ignore[attr-defined]
     assert [score["label"] for score in scores] == ["yes", "no"]
     assert answer.choices[0].message.content == max(scores, key=lambda score: score["probability"])["label"]
-    asked: Any = {"model": "vlm", "messages": messages(picture), "max_tokens": 60, "response_format": Finding}
-    assert isinstance(client.chat.completions.parse(**asked).choices[0].message.parsed, Finding)
-    assert re.fullmatch("[ab]{5}", text({"tessera": {"regex": "[ab]{5}"}}))
-    assert text({"guided_choice": ["(a)", "2.5"]}) in ("(a)", "2.5")
-    once = {"vllm_xargs": {"no_repeat_ngram_size": 1}, "repetition_penalty": 1.0, "priority": 1, "logit_bias": {}}
-    assert text({"ignore_eos": True, **once}, 24) != text({"ignore_eos": True}, 24)
+    asked: Any = {"model": "vlm", "messages": messages(picture), "max_tokens": 60}
+    parsed = client.chat.completions.parse(**asked, response_format=Finding)
+    assert isinstance(parsed.choices[0].message.parsed, Finding)
+    tool: Any = {"type": "function", "function": {"name": "note", "parameters": Finding.model_json_schema()}}
+    called = client.chat.completions.create(**asked, tools=[tool], tool_choice="required").choices[0]
+    call: Any = (called.message.tool_calls or [None])[0]
+    assert called.finish_reason == "tool_calls" and Finding.model_validate_json(call.function.arguments)
+    told = client.chat.completions.create(**asked, extra_body={"guided_choice": ["(a)", "2.5"]})
+    assert told.choices[0].message.content in ("(a)", "2.5")
     alone: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     brief = client.chat.completions.create(model="vlm", messages=alone, max_tokens=2)
     assert brief.usage is not None and brief.usage.completion_tokens <= 2
 
 
-def test_a_response_is_what_a_chat_completion_is(client: openai.OpenAI, picture: bytes) -> None:
-    chat = client.chat.completions.create(model="vlm", messages=messages(picture), max_tokens=4)
-    (turn,) = messages(picture)
-    url = turn["content"][0]["image_url"]["url"]
-    parts: Any = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": QUESTION}]
-    asked: Any = {"model": "vlm", "input": [{"role": "user", "content": parts}], "max_output_tokens": 4}
-    answer = client.responses.create(**asked)
-    assert answer.output_text == chat.choices[0].message.content
-    assert answer.usage is not None and chat.usage is not None
-    assert answer.usage.input_tokens == chat.usage.prompt_tokens
-    assert answer.usage.input_tokens_details.cached_tokens > 0  # the chat's
-    with client.responses.stream(**asked) as stream:
-        assert "".join(each.delta for each in stream if each.type == "response.output_text.delta") == answer.output_text
-
-
-def test_what_a_prompt_found_cached_is_told(server: Server, client: openai.OpenAI) -> None:
-    asked = messages(scene.encode_jpeg(scene.sample(4713, "heldout")))
-    used: Any = [client.chat.completions.create(model="vlm", messages=asked, max_tokens=2).usage for _ in range(2)]
-    first, again = (each.prompt_tokens_details.cached_tokens for each in used)
-    assert (first or 0) < 64 <= again < used[1].prompt_tokens  # of a picture it has not seen, and has
-    with Client(server.http_url) as sdk:
-        answer = sdk.chat(asked, max_tokens=2)
-    assert answer.usage is not None and answer.usage.cached_tokens == again
-
-
 def test_several_answers_encode_a_picture_once(server: Server, client: openai.OpenAI) -> None:
+    def encoded() -> float:
+        return total(read(server.metrics_url), "tessera_vision_pictures_total")
+
     options: Any = {"model": "vlm", "messages": messages(scene.encode_jpeg(scene.sample(4711, "heldout")))}
     options |= {"max_tokens": 6, "temperature": 20, "seed": 3, "extra_body": {"ignore_eos": True}}
-    before = counted(server, "tessera_vision_pictures_total")
+    before = encoded()
     several = client.chat.completions.create(**options, n=4)
     texts = [choice.message.content for choice in several.choices]
     assert len(set(texts)) > 1 and several.usage is not None and several.usage.completion_tokens == 24
@@ -210,42 +156,8 @@ def test_several_answers_encode_a_picture_once(server: Server, client: openai.Op
     assert heard == texts
     other = messages(scene.encode_jpeg(scene.sample(4712, "heldout")))
     client.chat.completions.create(model="vlm", messages=other, max_tokens=1)
-    assert wait_until(
-        lambda: counted(server, "tessera_vision_pictures_total") >= before + 2
-    )  # the page is renewed four times a second
-    assert counted(server, "tessera_vision_pictures_total") == before + 2
-
-
-def counted(server: Server, family: str, label: str = "") -> float:
-    samples = read(server.metrics_url).items()
-    return sum(value for name, value in samples if name.partition("{")[0] == family and label in name)
-
-
-def test_an_answer_calls_a_function(client: openai.OpenAI, picture: bytes) -> None:
-    class Note(BaseModel):
-        room: Literal["kitchen", "bathroom"]
-        wires: Literal[0, 1, 2]
-
-    tool: Any = {"type": "function", "function": {"name": "note", "parameters": Note.model_json_schema()}}
-    options: Any = {"model": "vlm", "messages": messages(picture), "max_tokens": 200, "tools": [tool]}
-    for choice, reason in (({"type": "function", "function": {"name": "note"}}, "stop"), ("required", "tool_calls")):
-        answer = client.chat.completions.create(**options, tool_choice=choice).choices[0]
-        assert answer.finish_reason == reason and answer.message.tool_calls
-        call: Any = answer.message.tool_calls[0]
-        assert call.function.name == "note" and Note.model_validate_json(call.function.arguments)
-
-
-def test_the_page_and_what_it_asks(address: str, picture: bytes) -> None:
-    with httpx.Client(base_url=address, trust_env=False, timeout=30) as browser:
-        assert "<title>" in browser.get("/").text
-        cut = browser.post("/tessera/tiles", content=picture).json()
-        assert cut["unit"] == "tiles" and "native" in cut["policies"] and cut["width"] > 0
-        parts = sum(view["rows"] * view["columns"] for view in cut["views"])
-        assert cut["tokens"] == parts * 64  # of the default checkpoint
-        refusal = browser.post("/tessera/tiles", content=b"no picture")
-        assert refusal.status_code == 400 and refusal.json()["error"]["type"] == "invalid_request_error"
-        (about,) = browser.get("/tessera/status").json()["servers"]
-        assert about["up"] and about["kv_blocks"]["total"] > 0
+    assert wait_until(lambda: encoded() >= before + 2)  # the page is renewed four times a second
+    assert encoded() == before + 2
 
 
 def test_what_the_server_refuses_is_named(client: openai.OpenAI, picture: bytes) -> None:
@@ -253,21 +165,10 @@ def test_what_the_server_refuses_is_named(client: openai.OpenAI, picture: bytes)
         ({"max_tokens": 100_000}, "exceed the context"),
         ({"temperature": -1}, "temperature is -1"),
         ({"extra_body": {"tessera": {"choices": ["yes"]}}}, "takes 2 to 64"),
+        ({"messages": messages(b"no picture")}, "image"),
     ):
         with pytest.raises(openai.BadRequestError, match=words):
-            client.chat.completions.create(model="vlm", messages=messages(picture), **options)  # type: ignore[call-overload]
-    with pytest.raises(openai.BadRequestError, match="image"):
-        client.chat.completions.create(model="vlm", messages=messages(b"no picture"))
-
-
-def test_a_client_that_leaves_stops_the_work(server: Server, client: openai.OpenAI, picture: bytes) -> None:
-    before = counted(server, "tessera_requests_total", "cancelled")
-    stream = client.chat.completions.create(
-        model="vlm", messages=messages(picture), max_tokens=900, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(stream))
-    stream.close()
-    assert wait_until(lambda: counted(server, "tessera_requests_total", "cancelled") == before + 1)
+            client.chat.completions.create(**{"model": "vlm", "messages": messages(picture), **options})  # type: ignore[call-overload]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
@@ -277,12 +178,22 @@ def test_the_demos_last_line_works(address: str) -> None:
     assert json.loads(run.stdout)["choices"][0]["message"]["content"].strip(), run
 
 
-def test_readiness_and_the_servers_pages(address: str) -> None:
-    assert httpx.get(f"{address}/health", timeout=10, trust_env=False).json() == {"ready": True}
-    assert "tessera_kv_blocks_total" in httpx.get(f"{address}/metrics/servers", timeout=10, trust_env=False).text
-    one = httpx.get(f"{address}/v1/models/vlm", trust_env=False).json()
-    assert (one["id"], one["max_model_len"]) == ("vlm", 8192)  # of the default checkpoint
-    assert httpx.get(f"{address}/v1/models", trust_env=False).json()["data"] == [one]
+def test_readiness_and_the_servers_pages(address: str, picture: bytes) -> None:
+    """And what the page asks."""
+    with httpx.Client(base_url=address, trust_env=False, timeout=30) as browser:
+        assert browser.get("/health").json() == {"ready": True}
+        assert "tessera_kv_blocks_total" in browser.get("/metrics/servers").text
+        one = browser.get("/v1/models/vlm").json()
+        assert (one["id"], one["max_model_len"]) == ("vlm", 8192)  # of the default checkpoint
+        assert browser.get("/v1/models").json()["data"] == [one]
+        cut = browser.post("/tessera/tiles", content=picture).json()
+        assert cut["unit"] == "tiles" and "native" in cut["policies"] and cut["width"] > 0
+        parts = sum(view["rows"] * view["columns"] for view in cut["views"])
+        assert cut["tokens"] == parts * 64  # of the default checkpoint
+        refusal = browser.post("/tessera/tiles", content=b"no picture")
+        assert refusal.status_code == 400 and refusal.json()["error"]["type"] == "invalid_request_error"
+        (about,) = browser.get("/tessera/status").json()["servers"]
+        assert about["up"] and about["kv_blocks"]["total"] > 0
 
 
 def test_a_batch_answers_as_a_question_does(client: openai.OpenAI, picture: bytes) -> None:

@@ -186,29 +186,3 @@ def test_tools_that_may_not_be_called_change_nothing() -> None:
     message = {"role": "assistant", "content": "hello", "refusal": None}
     assert said(door, tools=[SAVE], tool_choice="none")["message"] == message
     assert door.fake.requests[-1][0].sampling is None and json.loads(door.fake.requests[-1][0].messages or "") == HELLO
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"tools": [SAVE, SAVE]}, "two tools have the same name"),
-        ({"tools": [RING], "tool_choice": NAMED}, "there is no tool 'save_room'"),
-        ({"tool_choice": "required"}, "there is no tool"),
-        ({"tools": [SAVE], "logprobs": True}, "logprobs of calls are not possible"),
-        ({"tools": [SAVE], "response_format": {"type": "json_object"}}, "response_format and tools exclude each other"),
-        ({"tools": [SAVE], "guided_regex": "a"}, "tools and guided_regex exclude each other"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "parameters"),
-        ({"tools": [SAVE] * 129}, "at most 128"),
-        ({"tools": [SAVE], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        ({"tools": [SAVE], "tool_choice": "any"}, "'none', 'auto' or 'required'"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "tool_call_id"),
-        ({"messages": [{"role": "user"}]}, "the message has no content"),
-        ({"messages": [{"role": "user", "content": "a", "tool_calls": [{"id": "1"}]}]}, "tool_calls[0]"),
-    ],
-    ids=lambda value: str(value)[:60],
-)
-def test_what_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
-    refusal = gateway().ask(**{"messages": HELLO, **fields})
-    assert refusal.status_code == 400 and words in refusal.json()["error"]["message"], refusal.text

@@ -11,16 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 from batch_files import answers, client_of, create, line, over
 from clients.fake_transport import FakeTransport, Hang, final
-from gateway_doubles import ASKED, FROM_ABOVE, PARENT, TRACE, Asked, collecting, listening
+from gateway_doubles import ASKED, FROM_ABOVE, PARENT, TRACE, Asked, listening
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
-from test_disconnects_at_the_gateway import leave
+from test_connections import left
 
 from tessera_client import DeadlineExceeded, Delta
 from tessera_client.tracing import STAGES
@@ -101,7 +100,7 @@ def test_what_is_no_whole_answer_is_an_error_though_its_status_was_200(stream: b
     if broken:
         assert door.ask(stream=stream).status_code == 200
     else:
-        asyncio.run(leave(door, stream, after=3 if stream else 0))
+        left(door, stream, b'"a"' if stream else b"")
     found = [outcome(door.spans()[name])[1] for name in (REQUEST, CHAT)]
     assert found == (["504", "DeadlineExceeded"] if broken else ["499", "Cancelled"])
     assert {outcome(door.spans()[name])[0] for name in (REQUEST, CHAT)} == {"ERROR"}
@@ -128,23 +127,6 @@ def test_a_batchs_question_is_a_trace_of_its_own(tmp_path: Path) -> None:
     spans = door.spans()
     assert set(spans) == {CHAT, *STAGES} and spans[CHAT].parent is None
     assert all(spans[name].parent == spans[CHAT].context for name in STAGES)
-
-
-def test_a_collector_gets_them_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
-    with collecting() as (url, spans):
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
-        provider = tracing.provider()
-        with listening(Asked(FakeTransport(), Settings(), provider).app) as address:
-            asked = httpx.post(f"{address}/v1/chat/completions", json=ASKED, headers=FROM_ABOVE, trust_env=False)
-            assert asked.status_code == 200
-    assert set(spans) == {REQUEST, CHAT, *STAGES}  # all of them: the application has ended
-    assert {span.trace_id.hex() for span in spans.values()} == {TRACE}
-    assert spans[REQUEST].parent_span_id.hex() == PARENT
-    assert spans[CHAT].parent_span_id == spans[REQUEST].span_id
-    assert {spans[name].parent_span_id for name in STAGES} == {spans[CHAT].span_id}
-    assert spans["decode"].end_time_unix_nano - spans["decode"].start_time_unix_nano == 6_000_000
-    used = {each.key: each.value.int_value for each in spans[CHAT].attributes}
-    assert (used["gen_ai.usage.input_tokens"], used["gen_ai.usage.output_tokens"]) == (10, 2)
 
 
 def test_a_collector_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
