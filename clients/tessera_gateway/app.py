@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -28,9 +27,6 @@ from tessera_gateway.settings import Settings
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
-
-SETTINGS = "TESSERA_GATEWAY"
-"""The environment variable that brings the workers their settings."""
 
 
 def create_app(
@@ -64,23 +60,20 @@ def create_app(
     state.client = client or AsyncClient(settings.url, timeout=settings.timeout_s, tracer=tracer)
     state.metrics_urls = settings.metrics_urls
     state.fetcher = Fetcher(settings.fetch_from, settings.max_body_mib << 20)
-    keys = read_keys(Path(settings.keys)) if settings.keys else []
-    path = Path(settings.counters) if settings.counters else None
-    state.counters = Counters(path, settings.workers, [key.name for key in keys])
+    keys = read_keys(settings.keys) if settings.keys else []
+    state.counters = Counters(settings.counters, settings.workers, [key.name for key in keys])
     state.turns = Turns(settings.places, settings.timeout_s)
     state.door = ConnectionLimits(
         state.counters, settings.bodies_bytes, settings.max_connections_per_peer, settings.drain_s
     )
-    state.batches = BatchService(Path(settings.batch_folder), state.counters) if settings.batch_folder else None
+    state.batches = BatchService(settings.batch_folder, state.counters) if settings.batch_folder else None
 
     for room in (completions, responses, batches, service, page):
         app.include_router(room.router)
 
-    app.add_exception_handler(errors.ApiError, errors.answer_error)
-    app.add_exception_handler(TesseraClientError, errors.answer_error)
     app.add_exception_handler(batches.StorageError, batches.answer_storage_error)
-    app.add_exception_handler(HTTPException, errors.answer_http_error)
-    app.add_exception_handler(Exception, errors.answer_fault)
+    for kind in (errors.ApiError, TesseraClientError, HTTPException, Exception):
+        app.add_exception_handler(kind, errors.answer_error)
 
     # The last one added is the first that a request meets.
     if keys:
@@ -99,12 +92,12 @@ def create_app(
     return app
 
 
-def worker_app() -> FastAPI:
+def worker_app(settings: Settings) -> FastAPI:
     """The application of a worker process."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         Thread(target=_end_with, args=(parent,), name="parent-watch", daemon=True).start()
-    return create_app(Settings.from_json(os.environ[SETTINGS]), provider=tracing.provider())
+    return create_app(settings, provider=tracing.provider())
 
 
 def _end_with(parent: multiprocessing.process.BaseProcess) -> None:

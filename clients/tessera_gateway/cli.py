@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from uvicorn.supervisors import Multiprocess
 
 from tessera_client.retry import LONGEST
 from tessera_gateway import tracing
-from tessera_gateway.app import SETTINGS
+from tessera_gateway.app import worker_app
 from tessera_gateway.batches.database import Database, FolderLock
 from tessera_gateway.connections import Connection, raise_file_limit
 from tessera_gateway.keys import read_keys
@@ -57,7 +58,7 @@ def gateway_main(argv: Sequence[str] | None = None) -> int:
     if settings.workers == 1:  # which counts in its own memory: uvicorn ends by the signal, and a folder would stay
         return _run(settings, listener)
     with tempfile.TemporaryDirectory(prefix="tessera-gateway-") as folder:
-        return _run(replace(settings, counters=str(Path(folder) / "counters")), listener)
+        return _run(replace(settings, counters=Path(folder) / "counters"), listener)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,7 +89,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         if field.metadata.get("above_0") and isinstance(value, (int, float)) and not 0 < value <= LONGEST:
             raise ValueError(f"{field.metadata['flag']} must be above 0, and at most {LONGEST:g}")
         if field.name in options:
-            given.setdefault(field.name, str(value.resolve()) if isinstance(value, Path) else value)
+            given.setdefault(field.name, value)
     if not 0 <= options.drain_s <= LONGEST_DRAIN_S:
         raise ValueError(f"--drain must be between 0 and {LONGEST_DRAIN_S:g}")
     if options.otel is not None:  # the workers inherit it
@@ -126,9 +127,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _run(settings: Settings, listener: socket.socket) -> int:
-    os.environ[SETTINGS] = settings.to_json()
     raise_file_limit()
-    config = server_config(settings.workers, settings.drain_s)
+    config = server_config(settings)
     if settings.workers > 1:
         Workers(config, [listener]).run()
         return 0
@@ -147,19 +147,19 @@ class Workers(Multiprocess):
         super().terminate_all()
 
 
-def server_config(workers: int, drain_s: float = Settings.drain_s) -> uvicorn.Config:
+def server_config(settings: Settings) -> uvicorn.Config:
     """How uvicorn serves the application."""
     return uvicorn.Config(
-        "tessera_gateway.app:worker_app",
+        partial(worker_app, settings),
         factory=True,
-        workers=workers,
+        workers=settings.workers,
         http=Connection,
         ws="none",
         access_log=False,
         log_level="warning",
         server_header=False,
         lifespan="on",
-        timeout_graceful_shutdown=math.ceil(drain_s) + STOP_SECONDS,
+        timeout_graceful_shutdown=math.ceil(settings.drain_s) + STOP_SECONDS,
         timeout_keep_alive=QUIET_SECONDS,
     )
 

@@ -87,26 +87,23 @@ def from_wire(error: ApiError | wire.TesseraClientError) -> ApiError:
     return ApiError(500, words, code="server_error")
 
 
-async def answer_error(_: Request, error: Exception) -> JSONResponse:
-    """For what was refused here or by the servers."""
-    assert isinstance(error, (ApiError, wire.TesseraClientError))
-    return from_wire(error).response()
+async def answer_error(request: Request, error: Exception) -> JSONResponse:
+    """For what was refused here or by the servers, a path or a method that is not served, and a fault of the gateway's
+    own."""
+    if isinstance(error, HTTPException):
+        words = {404: f"nothing is served at {request.url.path}", 405: f"{request.url.path} takes no {request.method}"}
+        message = words.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, message, code="unknown_url", headers=error.headers).response()
+    if isinstance(error, (ApiError, wire.TesseraClientError)):
+        return from_wire(error).response()
+    return fault(str(request.scope.get(REQUEST_ID))).response()
 
 
-async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
-    """For a path or a method that is not served."""
-    assert isinstance(error, HTTPException)
-    words = {404: f"nothing is served at {request.url.path}", 405: f"{request.url.path} takes no {request.method}"}
-    message = words.get(error.status_code, str(error.detail))
-    return ApiError(error.status_code, message, code="unknown_url", headers=error.headers).response()
-
-
-async def answer_fault(request: Request, __: Exception) -> JSONResponse:
-    """For a fault of the gateway's own, which its log shows."""
-    name = str(request.scope.get(REQUEST_ID))
-    print(f"tessera gateway: request {name} failed:", file=sys.stderr, flush=True)
-    words, headers = "the gateway failed at this request; its log says why", {"x-request-id": name}
-    return ApiError(500, words, code="gateway_error", headers=headers).response()
+def fault(request_id: str) -> ApiError:
+    """Of the gateway's own, which its log shows."""
+    print(f"tessera gateway: request {request_id} failed:", file=sys.stderr, flush=True)
+    words, headers = "the gateway failed at this request; its log says why", {"x-request-id": request_id}
+    return ApiError(500, words, code="gateway_error", headers=headers)
 
 
 FIELDS = {

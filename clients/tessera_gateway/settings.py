@@ -1,4 +1,4 @@
-"""What a gateway is started with; its workers get it as JSON.
+"""What a gateway is started with.
 
 The options of the gateway but for its addresses: `tessera gateway` has them, and `tessera serve` for its gateway.
 """
@@ -6,11 +6,10 @@ The options of the gateway but for its addresses: `tessera gateway` has them, an
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ class Settings:
     """The servers, as the SDK takes them."""
     metrics: tuple[str, ...] = ()
     """The servers' metrics pages; empty: at the port above each gRPC port, where `tessera serve` has them."""
-    counters: str | None = None
+    counters: Path | None = None
     """The file that the workers count in."""
     workers: int = option(1, "--workers", "N", "processes (default here: %(default)s)")
     model_names: tuple[str, ...] = option(
@@ -90,8 +89,10 @@ class Settings:
         None, "--priority-floor", "N", "requests may not ask for a better priority, a lower number (default: for any)",
         above_0=False,
     )  # fmt: skip
-    keys: str | None = option(None, "--keys", "FILE", "ask for one of these bearer keys (one a line)")
-    batch_folder: str | None = option(
+    keys: Path | None = option(  # noqa: RUF009
+        None, "--keys", "FILE", "ask for one of these bearer keys (one a line)"
+    )
+    batch_folder: Path | None = option(  # noqa: RUF009
         None, "--batch-folder", "FOLDER", "keep files and batches in it, and serve both (default: there are none)"
     )
     batch_concurrency: int = option(64, "--batch-concurrency", "N", "requests of batches at a time (%(default)s)")
@@ -112,15 +113,6 @@ class Settings:
     def bodies_bytes(self) -> int:
         """What a worker may hold of bodies: its share, and one body in any case."""
         return max(self.max_bodies_mib // self.workers, self.max_body_mib) << 20
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Settings:
-        given = json.loads(text).items()
-        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
-        return cls(**values)
 
 
 def metrics_beside(url: str) -> str:

@@ -174,7 +174,7 @@ def routes(router: Any) -> Iterator[Any]:
 @cache
 def application() -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        return create_app(Settings(batch_folder=folder))
+        return create_app(Settings(batch_folder=Path(folder)))
 
 
 def below(kind: type) -> Iterator[Any]:

@@ -29,7 +29,7 @@ END = b"--B--\r\n"
 
 @pytest.fixture
 def door(tmp_path: Path) -> Asked:
-    return Asked(FakeTransport(), Settings(batch_folder=str(tmp_path), max_body_mib=1, max_file_mib=2))
+    return Asked(FakeTransport(), Settings(batch_folder=tmp_path, max_body_mib=1, max_file_mib=2))
 
 
 def send(door: Asked, *parts: bytes, **headers: str) -> httpx.Response:
@@ -110,9 +110,7 @@ def test_a_body_that_is_no_form_or_from_another_site(door: Asked) -> None:
 
 def test_a_large_file_whose_length_nobody_tells(tmp_path: Path) -> None:
     """By the client's own form, in the pieces that the network makes of it, over many slices of lines."""
-    door = Asked(
-        FakeTransport(), Settings(batch_folder=str(tmp_path), max_file_mib=8, max_body_mib=1, max_bodies_mib=2)
-    )
+    door = Asked(FakeTransport(), Settings(batch_folder=tmp_path, max_file_mib=8, max_body_mib=1, max_bodies_mib=2))
     content = "\n".join(line(f"{number}", "x" * (2 * number)) for number in range(2500)).encode()
     with (
         listening(door.app) as address,

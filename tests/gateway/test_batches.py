@@ -43,7 +43,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     with ExitStack() as ends:
 
         def start(server: FakeTransport, **settings: Any) -> openai.OpenAI:
-            app = Asked(server, Settings(batch_folder=str(tmp_path / "batches"), **settings)).app
+            app = Asked(server, Settings(batch_folder=tmp_path / "batches", **settings)).app
             address = ends.enter_context(listening(app))
             return ends.enter_context(client_of(address))
 

@@ -67,7 +67,7 @@ def test_a_refused_upload_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     others = 0
     monkeypatch.setattr(database.os, "statvfs", statvfs)
     monkeypatch.setattr(database, "KEPT_FREE", 4 * MIB)
-    with listening(Asked(AnsweringServer(), Settings(batch_folder=str(tmp_path))).app) as address:
+    with listening(Asked(AnsweringServer(), Settings(batch_folder=tmp_path)).app) as address:
         before = used(tmp_path)
         for declared in (True, False):
             refusal = sent(address, 40 * MIB, declared)
@@ -87,7 +87,7 @@ def test_an_accepted_batch_waits_for_room(
 ) -> None:
     """SQLite finds no room, as on a full disk, and says so everywhere but to questions of people."""
     server = AnsweringServer()
-    door = Asked(server, Settings(batch_folder=str(tmp_path), batch_concurrency=4))
+    door = Asked(server, Settings(batch_folder=tmp_path, batch_concurrency=4))
     batches, counted = door.app.state.batches.database, door.app.state.counters.total
     texts = {f"{number}": f"{number} " + "long " * 4000 for number in range(20)}
     with listening(door.app) as address, client_of(address) as client:
@@ -138,7 +138,7 @@ def test_an_upload_that_cannot_be_removed_at_once_is_removed_later(
     real = Files.drop
     monkeypatch.setattr(Files, "append", append)
     monkeypatch.setattr(Files, "drop", drop)
-    door = Asked(AnsweringServer(), Settings(batch_folder=str(tmp_path)))
+    door = Asked(AnsweringServer(), Settings(batch_folder=tmp_path))
     with listening(door.app) as address:
         assert sent(address, 3 * MIB, True).json()["error"]["code"] == "storage_full"
         until(lambda: rows(tmp_path) == (0, 0))

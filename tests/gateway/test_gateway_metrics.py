@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from tessera_client import Unavailable
 from tessera_gateway import metrics
-from tessera_gateway.metrics import NAMES, Counters
+from tessera_gateway.metrics import NAMES
 from tessera_gateway.settings import Settings
 
 WORKER = """
@@ -57,6 +57,7 @@ def test_workers_add_up_and_a_successor_goes_on_where_a_dead_one_stopped(tmp_pat
 
 def test_the_page_is_prometheus_text() -> None:
     door = gateway([final("a")], [Unavailable("stopping")], [final("b")])
+    door.app.state.counters.ended(418)
     assert [door.ask(stream=streamed).status_code for streamed in (False, False, True)] == [200, 503, 200]
     assert door("POST", "/v1/responses", json={"model": "vlm", "input": "?"}).status_code == 200
     response = door("GET", "/metrics")
@@ -66,6 +67,7 @@ def test_the_page_is_prometheus_text() -> None:
     assert list(values) == [metrics.PREFIX + name for name in NAMES]
     assert values['tessera_gateway_requests_total{status="200"}'] == 3
     assert values['tessera_gateway_requests_total{status="503"}'] == 1
+    assert values['tessera_gateway_requests_total{status="other"}'] == 1
     assert values["tessera_gateway_completion_seconds_count"] == 3
     assert values['tessera_gateway_completion_seconds_bucket{le="+Inf"}'] == 3
     assert values['tessera_gateway_tokens_total{kind="prompt"}'] == 30
@@ -74,46 +76,28 @@ def test_the_page_is_prometheus_text() -> None:
     assert values["tessera_gateway_body_bytes_total"] > 100
 
 
-def test_a_status_that_is_not_listed_counts_as_other() -> None:
-    counters = Counters()
-    counters.ended(418)
-    assert counters.total('requests_total{status="other"}') == 1
-
-
 def test_the_servers_pages_are_passed_on() -> None:
-    def page(up: int) -> Starlette:
-        head = "# HELP nv_up Whether it is.\n# TYPE nv_up gauge\n"
-        text = f'plain 1\n{head}nv_up{{gpu="0"}} {up}\nnv_up{{}} NaN\n# HELP rest More.\nrest{{a="}} b"}} 2 17\n'
-        return Starlette(routes=[Route("/metrics", lambda _: PlainTextResponse(text))])
+    """One as it is; several with each metric described once, and apart where they are behind one address."""
 
-    with listening(page(1)) as first, listening(page(0)) as second:
-        one, other = f"{first}/metrics", f"{second}/metrics"
+    def page(up: int) -> Route:
+        head = f"# HELP nv_up In words of version {up}.\n# TYPE nv_up gauge\n"
+        text = f'plain 1\n{head}nv_up{{gpu="0"}} {up}\nnv_up{{}} NaN\n# HELP rest More.\nrest{{a="}} b"}} 2 17\n'
+        return Route("/metrics" if up else "/0/metrics", lambda _: PlainTextResponse(text))
+
+    with listening(Starlette(routes=[page(1), page(0)])) as address:
+        one, other = f"{address}/metrics", f"{address}/0/metrics"
         assert gateway(metrics=(one,))("GET", "/metrics/servers").text.startswith("plain 1\n# HELP nv_up")
-        both = gateway(metrics=(one, other))("GET", "/metrics/servers").text
-        a, b = (f'server="{address.removeprefix("http://")}"' for address in (first, second))
-        assert both.splitlines() == [
-            *(f"plain{{{a}}} 1", f"plain{{{b}}} 1", "# HELP nv_up Whether it is.", "# TYPE nv_up gauge"),
+        both = gateway(metrics=(one, other))
+        named = [each["server"] for each in both("GET", "/tessera/status").json()["servers"]]
+        assert named == [address.removeprefix("http://"), f"{address.removeprefix('http://')}/0"]
+        a, b = (f'server="{name}"' for name in named)
+        assert both("GET", "/metrics/servers").text.splitlines() == [
+            *(f"plain{{{a}}} 1", f"plain{{{b}}} 1", "# HELP nv_up In words of version 1.", "# TYPE nv_up gauge"),
             *(f'nv_up{{{a},gpu="0"}} 1', f"nv_up{{{a},}} NaN", f'nv_up{{{b},gpu="0"}} 0', f"nv_up{{{b},}} NaN"),
             *("# HELP rest More.", f'rest{{{a},a="}} b"}} 2 17', f'rest{{{b},a="}} b"}} 2 17'),
         ]
     response = gateway(metrics=(one,))("GET", "/metrics/servers")
     assert response.status_code == 503 and one in response.json()["error"]["message"]
-
-
-def test_servers_behind_one_address_keep_apart_and_describe_a_metric_once() -> None:
-    def page(version: int) -> Route:
-        text = f"# HELP up In words of version {version}.\n# TYPE up gauge\nup {version}\n"
-        return Route(f"/{version}/metrics", lambda _: PlainTextResponse(text))
-
-    with listening(Starlette(routes=[page(1), page(2)])) as address:
-        pages = (f"{address}/1/metrics", f"{address}/2/metrics")
-        door, port = gateway(metrics=pages), address.removeprefix("http://")
-        assert door("GET", "/metrics/servers").text.splitlines() == [
-            *("# HELP up In words of version 1.", "# TYPE up gauge"),
-            *(f'up{{server="{port}/1"}} 1', f'up{{server="{port}/2"}} 2'),
-        ]
-        about = door("GET", "/tessera/status").json()["servers"]
-        assert [each["server"] for each in about] == [f"{port}/1", f"{port}/2"]
 
 
 @pytest.mark.parametrize(
@@ -128,8 +112,3 @@ def test_servers_behind_one_address_keep_apart_and_describe_a_metric_once() -> N
 def test_metrics_pages_are_looked_for_beside_the_servers(url: str, pages: list[str]) -> None:
     assert Settings(url=url).metrics_urls == pages
     assert Settings(url=url, metrics=("http://m/metrics",)).metrics_urls == ["http://m/metrics"]
-
-
-def test_settings_travel_to_the_workers_whole() -> None:
-    settings = Settings(url="a:1", model_names=("x", "y"), fetch_from=("h",), keys="k", workers=3)
-    assert Settings.from_json(settings.to_json()) == settings

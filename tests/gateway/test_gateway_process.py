@@ -24,6 +24,7 @@ from tessera.launcher.guard import descendants
 from tessera.launcher.process import command_line
 from tessera_gateway.batches import database
 from tessera_gateway.cli import gateway_main, server_config
+from tessera_gateway.settings import Settings
 
 
 @pytest.mark.parametrize(("workers", "way"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
@@ -56,7 +57,7 @@ def test_it_ends_in_order_and_leaves_nothing(
 
 def test_a_client_gives_a_quiet_connection_up_before_the_gateway_does() -> None:
     """Where both keep it for 5 s, as httpx and uvicorn do, now and then a request goes out on a line just closed."""
-    assert server_config(1).timeout_keep_alive > 10 * (httpx.Limits().keepalive_expiry or 0)
+    assert server_config(Settings()).timeout_keep_alive > 10 * (httpx.Limits().keepalive_expiry or 0)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_where_it_listens_on_this_machine_only_other_names_are_not_served() -> N
 
 def test_pages_of_allowed_origins_may_ask_and_no_others(tmp_path: Any) -> None:
     (tmp_path / "keys").write_text("secret\n")
-    door = gateway([final("a")], allowed_origins=("https://app.example.com",), keys=str(tmp_path / "keys"))
+    door = gateway([final("a")], allowed_origins=("https://app.example.com",), keys=tmp_path / "keys")
     wish = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
     for origin, allowed in (("https://app.example.com", True), ("https://evil.example.com", False)):
         leave = door("OPTIONS", "/v1/chat/completions", headers={"Origin": origin, **wish})

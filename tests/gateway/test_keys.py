@@ -19,7 +19,7 @@ ASK: dict[str, Any] = {"json": ASKED}
 def guarded(tmp_path: Path) -> Asked:
     file = tmp_path / "keys"
     file.write_text("first-key\n# ours\n\n  second-key \n", encoding="utf-8-sig")  # as editors on Windows write it
-    return gateway(keys=str(file))
+    return gateway(keys=file)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_keys_have_names_rates_and_shares(tmp_path: Path) -> None:
 
 def test_a_key_that_asks_too_much_is_told_when_to_ask_again(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret name=ann rate=1\n")
-    door = gateway(keys=str(tmp_path / "keys"))
+    door = gateway(keys=tmp_path / "keys")
     headers = {"Authorization": "Bearer secret"}
     assert door("POST", "/v1/chat/completions", headers=headers, **ASK).status_code == 200
     refusal = door("POST", "/v1/chat/completions", headers=headers, **ASK)

@@ -108,7 +108,7 @@ def test_what_is_no_whole_answer_is_an_error_though_its_status_was_200(stream: b
 
 def test_a_refused_request_is_no_error_of_the_gateways_and_what_is_no_completion_has_no_span(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("key")
-    door = Traced(keys=str(tmp_path / "keys"))
+    door = Traced(keys=tmp_path / "keys")
     assert door("GET", "/health").status_code == 200 and door("GET", "/metrics").status_code == 401
     assert not door.spans()
     assert door.ask().status_code == 401
@@ -118,7 +118,7 @@ def test_a_refused_request_is_no_error_of_the_gateways_and_what_is_no_completion
 
 
 def test_a_batchs_question_is_a_trace_of_its_own(tmp_path: Path) -> None:
-    door = Traced(batch_folder=str(tmp_path))
+    door = Traced(batch_folder=tmp_path)
     with (
         listening(door.app) as address,
         client_of(address) as client,

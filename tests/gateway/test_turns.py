@@ -169,7 +169,7 @@ async def test_where_too_many_wait_the_greediest_is_refused(monkeypatch: pytest.
 async def test_the_gateway_sends_no_more_than_the_servers_work_at(tmp_path: Path) -> None:
     """And gives places back, of clients that went away too."""
     (tmp_path / "keys").write_text("a name=ann\nb name=bob\n")
-    door = Asked(FakeTransport([[Hang()]]), Settings(max_in_flight=1, keys=str(tmp_path / "keys"), timeout_s=0.2))
+    door = Asked(FakeTransport([[Hang()]]), Settings(max_in_flight=1, keys=tmp_path / "keys", timeout_s=0.2))
     bearer = [{"Authorization": f"Bearer {key}"} for key in "ab"]
     asking = (door.send("POST", "/v1/chat/completions", json=ASKED, headers=headers) for headers in bearer)
     first, _ = await asyncio.gather(*asking)

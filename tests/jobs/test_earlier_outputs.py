@@ -83,7 +83,7 @@ def test_a_database_of_batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         database.commit()
         name = database.execute("SELECT id FROM batches").fetchone()[0]
     server = AnsweringServer()
-    app = Asked(server, Settings(batch_folder=str(tmp_path))).app
+    app = Asked(server, Settings(batch_folder=tmp_path)).app
     with listening(app) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as asking:
         batch = over(asking, asking.batches.retrieve(name))
         assert batch.status == "completed" and batch.metadata == {"room": "7"}

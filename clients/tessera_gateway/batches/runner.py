@@ -22,7 +22,7 @@ from tessera_gateway.batches.jobs import Ending, Line, result
 from tessera_gateway.batches.service import BatchService
 from tessera_gateway.body import all_of
 from tessera_gateway.completions import sdk_call
-from tessera_gateway.errors import ApiError, from_wire, renamed
+from tessera_gateway.errors import ApiError, fault, from_wire, renamed
 from tessera_gateway.metrics import Counters
 from tessera_gateway.pictures_from import Fetcher
 from tessera_gateway.protocol import ChatRequest, parse
@@ -132,9 +132,8 @@ class Runner:
         except Away as away:
             refusal = from_wire(away.error)
         except Exception:  # a line that brings the gateway's code down must not do so for ever
-            service.say(f"request {name} failed:")
+            refusal = fault(name)
             traceback.print_exc(file=sys.stderr)
-            refusal = ApiError(500, "the gateway failed at this request; its log says why", code="gateway_error")
         return refusal.status, refusal.body
 
     async def _completed(self, asked: ChatRequest, name: str) -> dict[str, Any]:
