@@ -6,17 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextConfig, Qwen3VLTextRotaryEmbedding
 
 from tessera.models.text.rotary import Rotary
 
 
-def rotary(scaling=None, head_dim=8, theta=100.0, trained=16, sections=None):
+def rotary(scaling=None, head_dim=8, theta=100.0, trained=16, sections=None, interleaved=False):
     config = SimpleNamespace(
         head_dim=head_dim,
         rope_theta=theta,
         rope_scaling=scaling,
         max_position_embeddings=trained,
         mrope_section=sections,
+        mrope_interleaved=interleaved,
     )
     return Rotary(config, torch.device("cpu"))
 
@@ -36,6 +38,16 @@ def test_sections_follow_their_axis():
     expected = [[1 * frequency[0], 2 * frequency[1], 2 * frequency[2], 3 * frequency[3]], [0, 0, 0, frequency[3]]]
     torch.testing.assert_close(found, torch.tensor(expected))
     torch.testing.assert_close(angles(module, [2]), angles(rotary(), [2]))
+
+
+@pytest.mark.parametrize("sections", [(24, 20, 20), (32, 16, 16), (22, 21, 21), (30, 30, 4)])
+def test_interleaved_sections_are_those_of_transformers(sections):
+    rope = {"rope_type": "default", "rope_theta": 5e5, "mrope_section": list(sections), "mrope_interleaved": True}
+    theirs = Qwen3VLTextRotaryEmbedding(Qwen3VLTextConfig(rope_parameters=rope))
+    positions = torch.randint(0, 900, (3, 40))
+    cos, sin = theirs(torch.zeros(1), positions[:, None])
+    ours = rotary(None, 128, 5e5, sections=sections, interleaved=True).angles(positions, torch.ones(40))
+    torch.testing.assert_close(torch.stack(ours), torch.stack((cos[0, :, :64], sin[0, :, :64])))
 
 
 @pytest.mark.parametrize(

@@ -15,15 +15,26 @@ from tessera.models.registry import MODELS, family_for, model_class, models, rea
 from tessera.models.text.config import BODIES
 from tessera.models.tower import tower_class
 
-# A family that reads config.json as InternVL does, under names of its own, with a body of its own.
+# A family that reads config.json as InternVL does, under names of its own, with a body of its own, whose sections, rows
+# and switch of biases are none of ours.
 STAND_IN = """
 from dataclasses import replace
 from tessera.models.registry import MODELS
 from tessera.models.text.config import BODIES
+BODY = replace(BODIES[0], architecture="StandInForCausalLM", model_type="stand_in", biases=("use_bias", False))
 SPEC = replace(
     MODELS[0], names=("StandInForConditionalGeneration",), mps_priority=2, processor=__name__ + ":Processor",
-    text_bodies=(replace(BODIES[0], architecture="StandInForCausalLM"),),
+    read_config=__name__ + ":read", text_bodies=(BODY,),
 )
+def read(folder, raw):
+    from tessera.models.internvl import config
+    from tessera.models.text.config import assemble
+    theirs = config.read(folder, raw | {"architectures": ["InternVLForConditionalGeneration"]})
+    rope = {"mrope_section": [8, 4, 4], "mrope_interleaved": True, "rope_type": "default"}
+    text = {"architectures": ["StandInForCausalLM"], "use_bias": True, "rope_scaling": rope, **SIZES}
+    return assemble(folder, raw, text, mrope_section=[1], bodies=(BODY,), mrope_interleaved=True, row_depth=3,
+                    vision_names=(), layout="mine", vision=theirs.vision, pictures=theirs.pictures, image_token_id=1)
+SIZES = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1, vocab_size=9)
 def __getattr__(name):
     from tessera.models.internvl.processor import InternVL
     return type("Processor", (InternVL,), {"cost_unit": "stand-ins"})
@@ -57,6 +68,8 @@ def test_a_family_comes_from_another_package(install, tmp_path: Path) -> None:
     assert family_for(config).cost_unit == "stand-ins"
     assert tower_class(config).__name__ == "InternViT"
     assert models()[config.architecture].mps_priority == 2
+    text = config.text
+    assert (text.attention_bias, text.row_size, text.mrope_section) == (True, 192, (8, 4, 4)) and text.mrope_interleaved
     assert model_class("StandInForCausalLM") is model_class("Qwen2ForCausalLM")
     assert vision_tensors(folder) == MODELS[0].vision_tensors
 

@@ -27,6 +27,8 @@ class TextConfig:
 
     ``rope_scaling`` is None for plain rope, else a dict whose key ``rope_type`` names the rule. ``mrope_section``:
     how many of a head's frequencies turn with each axis of the positions; None for positions of one axis.
+    They do so axis after axis, or in turn: ``mrope_interleaved``. ``row_depth``: how many rows of ``hidden_size`` a
+    picture's token has, of which the first is its embedding.
     ``tie_word_embeddings`` is what the weights need: False whenever the checkpoint stores an output head.
     """
 
@@ -48,12 +50,14 @@ class TextConfig:
     tie_word_embeddings: bool
     hidden_act: Literal["silu"] = "silu"
     mrope_section: tuple[int, ...] | None = None
+    mrope_interleaved: bool = False
+    row_depth: int = 1
 
     @property
     def row_size(self) -> int:
         """Values of a picture's row: what its tower gives for a token, what the stages carry, cache and spill as one,
         and how wide tokens are that ``forward_layers`` is given."""
-        return self.hidden_size
+        return self.hidden_size * self.row_depth
 
 
 @dataclass(frozen=True)

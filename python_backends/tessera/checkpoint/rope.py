@@ -44,6 +44,7 @@ def read_rope(
     where: str,
     axes: Sequence[int] | None = None,
     always: Sequence[str] = (),
+    interleaved: bool = False,
 ) -> Rope:
     """The rope of the language model in ``section``, whose context is ``positions`` tokens.
 
@@ -55,7 +56,7 @@ def read_rope(
     """
 
     def resolve(name: str, settings: Any, beside: Mapping[str, Any]) -> Rope:
-        return _resolve(settings, beside, rules, head_dim, positions, f"{where}: {name}", axes)
+        return _resolve(settings, beside, rules, head_dim, positions, f"{where}: {name}", axes, interleaved)
 
     stated = {name: section.get(name) or {} for name in _SECTIONS if section.get(name) or name in always}
     found = {name: resolve(name, settings, section) for name, settings in (stated or {"rope_parameters": {}}).items()}
@@ -85,6 +86,7 @@ def _resolve(
     positions: int,
     where: str,
     axes: Sequence[int] | None,
+    interleaved: bool,
 ) -> Rope:
     """One section, ``stated``, with what stands ``beside`` it where it says nothing itself.
 
@@ -104,6 +106,8 @@ def _resolve(
         kind = "default" if kind == "mrope" else kind
         axes = settings.pop("mrope_section", axes)
         _check_axes(axes, head_dim, where)
+        if interleaved:  # transformers passes over what is stated
+            one_of(settings.pop("mrope_interleaved", True), (True,), f"{where}: mrope_interleaved")
     renamed = kind == "su" and "longrope" in rules
     kind = "longrope" if renamed else kind
     one_of(kind, ("default", *(() if axes else rules)), f"{where}: {'beside mrope_section, ' if axes else ''}rope type")

@@ -161,6 +161,8 @@ def assemble(
     tie: bool | None = None,
     mrope_section: Sequence[int] | None = None,
     bodies: Sequence[TextSpec] = BODIES,
+    mrope_interleaved: bool = False,
+    row_depth: int = 1,
     **fields: Any,
 ) -> CheckpointConfig:
     """A checkpoint whose language model, one of ``bodies``, is what ``text_section`` describes.
@@ -189,7 +191,15 @@ def assemble(
         check_size(stated[name], prefix + name)
     positions = stated["max_position_embeddings"]
     rope = read_rope(
-        text_section, raw, spec.ropes, stated["head_dim"], positions, where, mrope_section, spec.rope_sections
+        text_section,
+        raw,
+        spec.ropes,
+        stated["head_dim"],
+        positions,
+        where,
+        mrope_section,
+        spec.rope_sections,
+        mrope_interleaved,
     )
     _refuse_windows(text_section, text_section.get("sliding_window") if spec.windowed else None, positions, where)
     switch, other = spec.biases
@@ -199,9 +209,11 @@ def assemble(
         TextConfig,
         stated,
         prefix,
-        _READ_HERE,
+        (*_READ_HERE, switch) if isinstance(switch, str) else _READ_HERE,
         architecture=spec.architecture,
         **rope._asdict(),
+        mrope_interleaved=mrope_interleaved,
+        row_depth=row_depth,
         attention_bias=biases[0],
         output_bias=biases[1],
         mlp_bias=spec.mlp_switch and bool(text_section.get("mlp_bias", False)),

@@ -45,8 +45,13 @@ class Rotary:
         self._long = long.to(device)
         sections = config.mrope_section or (head_dim // 2,)
         self.axes = len(sections)
+        axis = torch.repeat_interleave(torch.arange(self.axes), torch.tensor(sections))
+        if config.mrope_interleaved:  # one of each in turn, as long as its axis has some left; the first has the rest
+            number = torch.arange(len(axis))
+            axis = number % self.axes
+            axis[number >= self.axes * torch.tensor(sections)[axis]] = 0
         #: which axis of the positions each frequency follows, int64 [head_dim / 2]
-        self._axis = torch.repeat_interleave(torch.arange(self.axes), torch.tensor(sections)).to(device)
+        self._axis = axis.to(device)
 
     def salt(self, prompt_length: int) -> int:
         """What prompts must share, besides their tokens, for equal keys; 0 for those of usual length.
