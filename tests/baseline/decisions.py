@@ -27,7 +27,7 @@ from unittest import mock
 
 import numpy as np
 
-from tessera.engine.kv_cache.block_manager import BlockManager
+from tessera.engine.scheduling.block_manager import BlockManager
 from tessera.engine.scheduling.policies import Load, Rules
 from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from tessera.engine.sequence import NOT_FINITE, Report, Request, Sequence

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tessera.attention import kv_storage
-from tessera.attention.backend import AttentionStep, HeadShape, SpanTable, create_backend, rotate
-from tessera.attention.kv_storage import KvStorage
+from tessera.attention.backend import AttentionStep, HeadShape, KvStorage, SpanTable, create_backend, rotate
 from tessera.errors import ConfigError
 from tessera.kernels.fp8_rows import quantize_rows
 
@@ -83,31 +81,12 @@ def test_what_a_cache_in_fp8_gives_back(dtype):
 def test_the_only_head_of_wider_rows_is_stored_in_fp8(monkeypatch):
     """One head's rows have gaps, and the kernel that quantizes them on a GPU wants none."""
     given = []
-    monkeypatch.setattr(kv_storage, "quantize_rows", lambda x: given.append(x.is_contiguous()) or quantize_rows(x))
+    monkeypatch.setattr(
+        "tessera.attention.backend.quantize_rows", lambda x: given.append(x.is_contiguous()) or quantize_rows(x)
+    )
     storage = KvStorage(1, (BLOCKS, BLOCK, 1, 16), torch.float32, torch.device("cpu"), fp8=True)
     storage.write(0, torch.arange(5), *torch.randn(5, 4, 16).split(1, dim=1)[:2])
     assert given == [True, True]
-
-
-def test_bytes_of_a_block():
-    shape = (16, 4, 128)
-    for fp8 in (False, True):
-        storage = KvStorage(3, (1, *shape), torch.bfloat16, torch.device("cpu"), fp8)
-        size = sum(tensor.nbytes for cache in storage.layers for tensor in cache if tensor is not None)
-        assert KvStorage.bytes_per_block(3, shape, torch.bfloat16, fp8) == size
-    assert size < 0.52 * KvStorage.bytes_per_block(3, shape, torch.bfloat16, False)
-
-
-@pytest.mark.parametrize("name", ["torch", "sdpa"])
-def test_last_rows_only(name):
-    spans = BATCHES["mixed"]
-    which = np.array([True, True, False, True])
-    rows = torch.tensor([0, 1, 14])
-    storage, table, slots, qkv = random_batch(2, spans)
-    backend = create_backend(name, SHAPE, storage)
-    every = backend.attend(0, qkv, step_of(backend, table, slots))
-    some = backend.attend(0, qkv, step_of(backend, table.last_rows(which), slots, rows))
-    torch.testing.assert_close(some, every[rows], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["torch", "sdpa"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from engine_fakes import make_request, run, tiny_engine, tiny_model, tokens_of
 
-from tessera.engine.scheduling.cost_model import CostModel
+from tessera.engine.scheduling.policies import CostModel
 
 
 def test_where_nothing_was_measured_nothing_costs_anything():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from engine_fakes import ByteTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,33 +21,6 @@ def deltas(tokens, together=1, **parameters):
         if detokenizer.stopped:
             break
     return [*texts, detokenizer.flush()], detokenizer.stopped
-
-
-@pytest.mark.parametrize(
-    ("tokens", "together", "asked", "texts"),
-    [
-        pytest.param("aä€😀b".encode(), 1, {}, ["a", "", "ä", "", "", "€", "", "", "", "😀", "b", ""], id="incomplete"),
-        pytest.param("ok€".encode()[:-1], 1, {}, ["o", "k", "", "", "\ufffd"], id="an incomplete end is flushed"),
-        pytest.param("aä€bb€".encode(), 4, {}, ["aä", "€bb", "€", ""], id="several at once show what is whole"),
-        pytest.param(b"yes no and", 10, {"stop": "no"}, ["yes ", ""], id="a stop string in the middle of several"),
-        pytest.param([5000, *b"a", *[9999] * 4, *b"b"], 9, {}, ["ab", ""], id="ids beyond the tokenizer"),
-        pytest.param([*b"a", 256, *b"b"], 9, {}, ["ab", ""], id="special"),
-        pytest.param([*b"a", 256, *b"b"], 9, {"skip_special_tokens": False}, ["a<eos>b", ""], id="special shown"),
-        pytest.param(b"say ST now", 3, {"stop": "STOP"}, ["say", " ", "ST no", "w", ""], id="held and released"),
-        pytest.param(b"a ST", 1, {"stop": "STOP"}, ["a", " ", "", "", "ST"], id="released by the end"),
-        pytest.param(
-            b"say STOP now",
-            20,
-            {"stop": ["STOP"], "include_stop_str_in_output": True},
-            ["say STOP", ""],
-            id="a stop string included",
-        ),
-        # An unfinished character becomes U+FFFD only when the answer ends.
-        pytest.param(b"a!\xe2", 3, {"stop": "!\ufffd"}, ["a", ""], id="a stop string that the end completes"),
-    ],
-)
-def test_texts(tokens, together, asked, texts):
-    assert deltas(tokens, together, **asked)[0] == texts
 
 
 def test_tokens_that_never_make_a_character_do_not_pile_up():

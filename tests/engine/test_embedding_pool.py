@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.engine.kv_cache.embedding_pool import EmbeddingPool, Places, rows_at
+from tessera.engine.process.embedding_pool import EmbeddingPool, Places, rows_at
 
 CAPACITY = 1 << 14
 

@@ -78,16 +78,6 @@ def test_events_carry_times_and_counts():
     assert times == sorted(times) and times[0] > 0
 
 
-def test_cancelling_a_queued_request_ends_it_at_once():
-    engine, runner = make_engine(max_sequences=1)
-    engine.submit(make_request([1], "running", max_tokens=50, ignore_eos=True))
-    queued = engine.submit(make_request([2], "queued", max_tokens=5))
-    engine.step()
-    engine.cancel(queued.request.number)
-    assert ends(engine.step()) == {"queued": "cancelled"}
-    assert all(sequence.request.request_id == "running" for batch in runner.batches for sequence, *_ in batch)
-
-
 def test_cancelling_a_running_request_frees_its_blocks_in_one_step():
     engine, _ = make_engine()
     sequence = engine.submit(make_request([1] * 20, max_tokens=50, ignore_eos=True))
@@ -100,12 +90,6 @@ def test_cancelling_a_running_request_frees_its_blocks_in_one_step():
     assert engine.scheduler.blocks.used == 0 and not engine.has_work()
     engine.cancel(sequence.request.number)
     assert not engine.has_work()
-
-
-def test_cancelling_before_the_first_step():
-    engine, runner = make_engine()
-    engine.cancel(engine.submit(make_request([1])).request.number)
-    assert ends(engine.step()) == {"r": "cancelled"} and not runner.batches
 
 
 def test_too_many_in_flight():
@@ -135,15 +119,6 @@ def test_failing_ends_every_request_and_the_engine_goes_on():
     engine.scheduler.check()
     assert engine.scheduler.blocks.used == 0
     assert ends(run(engine)) == {"late": "length", "cancelled": "cancelled"} and late.finished
-
-
-def test_closing_ends_everything_and_refuses_more():
-    engine, _ = make_engine()
-    engine.submit(make_request([1]))
-    assert ends(engine.text_of(engine.close("bye"))) == {"r": "error"}
-    with pytest.raises(Unavailable, match="bye"):
-        engine.submit(make_request([1]))
-    assert not engine.has_work()
 
 
 def test_metrics():

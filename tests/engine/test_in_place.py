@@ -17,8 +17,8 @@ from tessera.kernels import reference
 from tessera.kernels.fp8_rows import Fp8Sums
 from tessera.kernels.operands import Partials
 from tessera.linear.formats import int4
-from tessera.linear.formats.awq import Awq
 from tessera.linear.formats.fp8 import Fp8, Fp8OnLoad
+from tessera.linear.formats.gptq import Awq
 from tessera.linear.formats.int4 import Int4
 from tessera.linear.scheme import Linear, LinearShape
 from tessera.linear.tuning import InPlace, taking_turns
@@ -62,7 +62,7 @@ def kernels(monkeypatch):
     recorder = Recorder()
     for module in ("scheme", "tuning", "formats.int4"):
         monkeypatch.setattr(f"tessera.linear.{module}.layer_kernels", lambda device: recorder)
-    monkeypatch.setattr("tessera.linear.layers.layer_kernels", lambda device: recorder)
+    monkeypatch.setattr("tessera.linear.unquantized.layer_kernels", lambda device: recorder)
     monkeypatch.setattr(Fp8, "_has_units", lambda scheme, layer: True)
     return recorder
 
@@ -75,48 +75,22 @@ def layer_in(place, scheme):
 
 
 @pytest.mark.parametrize(
-    ("place", "neighbours"),
+    ("place", "plain", "fp8"),
     [
-        ("qkv", ["norm", "rotation"]),
-        ("output", ["norm"]),
-        ("gate_up", ["norm", "activation"]),
-        ("down", ["activation", "norm"]),
-        ("alone", []),
+        ("qkv", ["norm", "rotation"], ["norm fp8", "rotation scales"]),
+        ("output", ["norm"], ["norm scales"]),  # it quantizes what the attention leaves
+        ("gate_up", ["norm", "activation"], ["norm fp8", "activation fp8 scales"]),
+        ("down", ["activation", "norm"], ["activation fp8", "norm scales"]),
+        ("alone", [], []),
     ],
 )
-def test_plain_weights_have_the_neighbours_of_a_decoder_layer(kernels, place, neighbours):
-    layer, shape = layer_in(place, Unquantized())
-    measured = InPlace(shape, 3, CPU)
-    measured.run(layer)
-    assert kernels.take() == neighbours
-
-
-@pytest.mark.parametrize(
-    ("place", "run"),
-    [
-        ("qkv", ["norm fp8", "rotation scales"]),
-        ("output", ["norm scales"]),  # it quantizes what the attention leaves
-        ("gate_up", ["norm fp8", "activation fp8 scales"]),
-        ("down", ["activation fp8", "norm scales"]),
-        ("alone", []),
-    ],
-)
-def test_what_fp8_adds_to_a_neighbour_is_counted_once(kernels, place, run):
-    scheme = Fp8OnLoad()
-    scheme.ways = ((8, "rescaled"),)
-    layer, shape = layer_in(place, scheme)
-    measured = InPlace(shape, 3, CPU)
-    measured.run(layer)
-    assert kernels.take() == run
-
-
-def test_it_computes_what_a_decoder_layer_does(kernels):
-    layer, shape = layer_in("gate_up", Unquantized())
-    measured = InPlace(shape, 3, CPU)
-    x, residual = measured._x.clone(), measured._residual.clone()
-    normal = F.rms_norm(residual + x, (HIDDEN,), None, 1e-6)
-    gate, up = F.linear(normal, layer.weight).chunk(2, dim=1)
-    torch.testing.assert_close(measured.run(layer), F.silu(gate) * up)
+def test_weights_are_measured_between_the_neighbours_of_a_decoder_layer(kernels, place, plain, fp8):
+    for scheme, run in ((Unquantized(), plain), (Fp8OnLoad(), fp8)):
+        if run is fp8:
+            scheme.ways = ((8, "rescaled"),)
+        layer, shape = layer_in(place, scheme)
+        InPlace(shape, 3, CPU).run(layer)
+        assert kernels.take() == run
 
 
 class NoAttention:

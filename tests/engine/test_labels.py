@@ -79,45 +79,6 @@ def test_scores_are_those_of_the_oracle(token_ids, seed):
     assert [score["label"] for score in scores] == [str(ids) for ids in token_ids]
 
 
-@settings(max_examples=300)
-@given(LABELS)
-def test_only_branches_are_asked_for_and_nothing_is_computed_twice(token_ids):
-    after = language_model(0)
-    scorer, branches = scored(token_ids, after)
-    ways = {}
-    for label in token_ids:
-        for place in range(len(label) + 1):
-            ways.setdefault(tuple(label[:place]), set()).update(label[place : place + 1] or ENDS)
-    branching = {path: tokens for path, tokens in ways.items() if tokens > set(ENDS) or len(tokens - set(ENDS)) > 1}
-    assert len(branches) == len(branching) < len(token_ids)
-    assert {branch.path: set(branch.children) for branch in branches} == branching
-    assert scorer.longest_path == max(map(len, branching))
-    # A runner that keeps the keys and values of the path before runs every position of the trie once, never none.
-    ran, before = 0, ()
-    for path, _ in branches:
-        same = next(
-            (at for at, (one, other) in enumerate(zip(path, before)) if one != other), min(len(path), len(before))
-        )
-        assert same < len(path) or not path
-        ran, before = ran + len(path) - same, path
-    assert ran == len({path[:end] for path in branching for end in range(1, len(path) + 1)})
-
-
-def test_a_label_that_begins_another_ends_there_by_any_stop_token():
-    """ "no", "no wire" and "yes": a quarter wants "no" of which half ends, by two tokens; the rest is forced."""
-    scorer = LabelScorer(["no", "no wire", "yes"], [[7], [7, 8, 9], [5]], [2, 1])
-    assert scorer.branch == Branch((), (5, 7))
-    scorer.observe([math.log(0.1), math.log(0.25)])
-    assert scorer.branch == Branch((7,), (1, 2, 8))
-    scorer.observe([math.log(0.3), math.log(0.2), math.log(0.4)])
-    assert [score["probability"] for score in scorer.answer().scores] == pytest.approx([0.125, 0.1, 0.1])
-    roots = [math.sqrt(0.125), math.sqrt(0.1), 0.1]
-    assert [score["normalized"] for score in scorer.answer().scores] == pytest.approx(
-        [root / sum(roots) for root in roots]
-    )
-    assert scorer.answer()[:2] == ("no", (7,))
-
-
 def test_the_first_of_equals_is_the_best():
     for ids in ([[0], [1]], [[1], [0]]):
         assert scored(ids, lambda path: [-1.0] * VOCABULARY)[0].answer().best == str(ids[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 from engine_fakes import make_engine, make_request
@@ -100,15 +99,6 @@ def test_a_failing_step_ends_its_requests_and_the_next_ones_work(parts, caplog):
     runner.run = works
     second = running.submit(make_request([1], max_tokens=3, ignore_eos=True))
     assert running.wait(second) == ["length"]
-
-
-def test_an_idle_loop_sleeps(parts):
-    running, _ = parts
-    running.wait(running.submit(make_request([1], max_tokens=1)))
-    looks, has_work = [], running.engine.has_work
-    running.engine.has_work = lambda: looks.append(1) or has_work()
-    time.sleep(0.1)
-    assert len(looks) <= 1
 
 
 def test_leaked_blocks_are_found_when_idle(monkeypatch):

@@ -58,12 +58,6 @@ def test_a_row_with_one_odd_logit_has_no_token(dtype, odd, asked):
     assert greedy(logits).tolist() == [7, NOT_FINITE, 7]
 
 
-def test_a_token_that_we_forbid_is_no_fault():
-    logits = torch.zeros(1, 4)
-    row = SamplingRow(SamplingParameters(), 0, 0, frozenset({0, 1}))
-    assert sample(logits, [row], Moment(logits.device)).tokens() == [(2, None)]
-
-
 def test_the_largest_finite_logits_are_no_fault():
     assert greedy(torch.tensor([[1e30, -1e30, 0]])).tolist() == [0]
 
@@ -90,13 +84,6 @@ def test_only_the_request_itself_ends(async_launch, asked):
     assert [tokens_of(events, other.request_id) for other in others] == alone
     assert sick.metrics.not_finite_logits == 1
     assert ends(_served(sick, replace(others[0], request_id="later"))) == {"later": "length"}
-
-
-def test_labels_are_not_scored():
-    engine = tiny_engine(MODEL, eos=(256,))
-    request = picture_request("sick", float("inf"), choices=["yes", "no"], ignore_eos=False)
-    (last,) = _served(engine, request)
-    assert last.finish_reason == "error" and last.choices is None and "NaN or infinite" in last.error
 
 
 def test_what_it_wrote_is_never_shared():
@@ -142,20 +129,6 @@ def test_a_fault_while_decoding_names_its_position_and_keeps_the_text_so_far():
     error = next(event.error for event in events if event.error)
     assert "decode" in error and "position 4" in error
     assert tokens_of(events, "other") == expected_answer(contents_of(other), 9, ())
-
-
-def test_blocks_that_a_healthy_request_shares_stay_as_they_are():
-    engine, runner = make_engine()
-    runner.script["sick"] = [*b"a", NOT_FINITE]
-    common = list(range(40, 60))
-    engine.submit(first := make_request(common, "fine", max_tokens=12, ignore_eos=True))
-    engine.submit(make_request([*common, 3], "sick", max_tokens=9, ignore_eos=True))
-    events = run(engine)
-    assert ends(events) == {"fine": "length", "sick": "error"}
-    assert tokens_of(events, "fine") == expected_answer(contents_of(first), 12, ())
-    engine.submit(replace(first, request_id="again"))
-    again = run(engine)
-    assert again[-1].cached_tokens < len(common) and tokens_of(again, "again") == tokens_of(events, "fine")
 
 
 def _served(engine, *requests):

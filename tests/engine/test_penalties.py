@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from engine_fakes import make_request
 from penalties_reference import penalized
 
-from tessera.engine.execution.sampler import Histories, SamplingRow, echoes, history, sample
+from tessera.engine.execution.sampler import Histories, SamplingRow, history, sample
 from tessera.engine.sequence import Sequence
 from tessera.kernels.transfer import Moment
 
@@ -98,41 +97,10 @@ def test_logits_of_every_token_are_the_processors(everybody):
     assert torch.equal(found[0], logits[0]) != everybody
 
 
-def test_nothing_is_kept_while_nobody_asks():
-    histories = Histories(4, torch.device("cpu"))
-    sequence = Sequence(make_request([1, 2], max_tokens=3))
-    assert step(histories, [sequence], torch.eye(3)[:1]) == [0] and histories.tokens.numel() == 0
-
-
 def test_a_picture_is_one_entry_that_equals_nothing():
     sequence = Sequence(make_request([5, 5, 5, 5, 6, 5, 5, 5], pictures=[(1, 2, 7), (5, 3, 7)], max_tokens=2))
     sequence.take(9)
     assert history(sequence).tolist() == [5, -1, 5, 6, -2, 9]
-
-
-def test_echoes_count_equal_tokens_backwards():
-    generator = np.random.default_rng(0)
-    for length in (0, 1, 2, 30):
-        tokens = generator.integers(0, 2, length)
-        expected = []
-        for place in range(length):
-            equal = 0
-            while equal < place and tokens[place - 1 - equal] == tokens[length - 1 - equal]:
-                equal += 1
-            expected.append(equal)
-        assert echoes(tokens).tolist() == expected
-
-
-def test_log_probabilities_are_those_before_penalties():
-    sequence = Sequence(make_request([1, 2], max_tokens=3, repetition_penalty=10, logprobs=1))
-    sequence.in_flight = 1
-    logits = torch.tensor([[1.0, 3.0, 0.5, 0.9]])
-    rows = [SamplingRow.of(sequence)]
-    penalties = Histories(1, logits.device).select([sequence])
-    ((token, report),) = sample(logits.clone(), rows, Moment(logits.device), penalties).tokens()
-    raw = logits.log_softmax(-1)[0]
-    assert token == 0 and report.logprob == pytest.approx(float(raw[0]))
-    assert report.top == ((1, pytest.approx(float(raw[1]))),)
 
 
 def test_the_smallest_penalty_makes_no_nan():
@@ -140,10 +108,3 @@ def test_the_smallest_penalty_makes_no_nan():
     assert step(Histories(1, torch.device("cpu")), [sequence], torch.tensor([[0.5, 2.0]])) == [1]
     sequence = Sequence(make_request([1], max_tokens=3, repetition_penalty=1e-300))
     assert step(Histories(1, torch.device("cpu")), [sequence], torch.tensor([[-0.5, 0.0]])) == [1]
-
-
-def test_logits_that_are_not_finite_end_the_answer_still():
-    sequence = Sequence(make_request([1], max_tokens=3, no_repeat_ngram_size=1))
-    for logits in ([0.0, float("nan"), 1.0], [0.0, float("inf"), 1.0]):  # of the token that is ruled out
-        sequence.in_flight = 0
-        assert step(Histories(1, torch.device("cpu")), [sequence], torch.tensor([logits])) == [-1]

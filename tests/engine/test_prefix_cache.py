@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from engine_fakes import contents_of, expected_answer, make_engine, make_request, run, tokens_of
 
-from tessera.engine.kv_cache.block_manager import BlockManager, PrefixIndex, image_cache_ids
-from tessera.engine.sequence import Sequence
+from tessera.engine.scheduling.block_manager import PrefixIndex, image_cache_ids
 
 QUESTION = [11, 12, 13, 14, 15]
 
@@ -43,13 +41,6 @@ def test_same_picture_with_another_question_shares_up_to_the_question():
     assert cached == [0, 16]  # 18 positions are equal, in blocks of 4
 
 
-def test_same_request_again_leaves_one_position_to_compute():
-    engine, runner = make_engine()
-    request = make_request(list(range(16)), "a", max_tokens=4, ignore_eos=True)
-    assert serve(engine, request, request) == [0, 12]
-    assert runner.batches[4][0][1:] == (12, 16, True)
-
-
 def test_answers_are_reused_in_the_next_turn():
     engine, _ = make_engine()
     first = make_request(list(range(10)), "a", max_tokens=4, ignore_eos=True)
@@ -69,15 +60,6 @@ def test_shared_within_one_step():
         assert tokens_of(events, name) == expected_answer(contents_of(picture_prompt(7, name)), 4, ())
 
 
-def test_what_would_be_reused_is_told_before():
-    engine, _ = make_engine()
-    blocks, again = engine.scheduler.blocks, Sequence(make_request([5] * 16, max_tokens=1))
-    assert blocks.cached(again) == 0
-    serve(engine, make_request([5] * 16, max_tokens=1, ignore_eos=True))
-    assert blocks.cached(again) == 12 and blocks.used == 0
-    assert blocks.admit(again) and again.computed == 12
-
-
 def test_policy_exclude_stops_at_the_first_picture():
     engine, _ = make_engine(prefix_cache="exclude")
     text = [[*range(30, 40)] + [0] * 8 + QUESTION] * 2
@@ -85,11 +67,6 @@ def test_policy_exclude_stops_at_the_first_picture():
     assert serve(engine, *requests) == [0, 8]
     pure = make_request(list(range(20)), "text", max_tokens=4, ignore_eos=True)
     assert serve(engine, pure, pure) == [0, 16]
-
-
-def test_policy_off_reuses_nothing():
-    engine, _ = make_engine(prefix_cache="off")
-    assert serve(engine, picture_prompt(7, "a"), picture_prompt(7, "b")) == [0, 0]
 
 
 def test_salt_keeps_prompts_apart():
@@ -128,24 +105,6 @@ def test_cancel_in_the_middle_of_a_prompt_leaves_nothing_to_reuse():
     assert serve(engine, picture_prompt(7, "b")) == [0]
 
 
-def test_failed_step_makes_everything_written_unfindable():
-    engine, _ = make_engine()
-    serve(engine, picture_prompt(7, "a"))
-    engine.fail_all("broken")
-    assert serve(engine, picture_prompt(7, "b")) == [0]
-
-
-def test_image_ids_depend_on_digest_row_and_secret():
-    digest = np.array([5, 6, 7, 8], np.int64)
-    ids = image_cache_ids(digest, np.array([300, 200]), b"s" * 16)
-    assert ids.dtype == np.int64 and len(set(ids.tolist())) == 500
-    assert (ids >> 62 == 1).all()
-    alone = image_cache_ids(digest[:2], np.array([100]), b"s" * 16)
-    assert (alone == ids[:100]).all(), "a row's id depends on its place in its picture only"
-    assert not np.isin(image_cache_ids(digest[:2], np.array([100]), b"t" * 16), ids).any()
-    assert len(image_cache_ids(np.zeros(0, np.int64), np.zeros(0, int), b"s")) == 0
-
-
 def test_forged_digests_reach_nobody_else_s_blocks():
     """Whoever calls the stage itself may send any digest: text, another picture's halves, or its place swapped."""
     engine, _ = make_engine()
@@ -169,40 +128,6 @@ def test_equal_keys_are_not_enough():
     assert index.find(key, index.root(0), ids) == 3
     assert index.find(key, index.root(0), others) is None
     assert index.find(key, index.root(1), ids) is None
-
-
-def held_manager():
-    manager = BlockManager(8, 4)
-    sequence = Sequence(make_request(list(range(10)), max_tokens=2))
-    assert manager.admit(sequence)
-    sequence.computed = 10
-    manager.commit(sequence)
-    manager.check([sequence])
-    return manager, sequence
-
-
-def other_content(manager):
-    key, entry = next(iter(manager._index._by_key.items()))
-    manager._index._by_key[key] = entry._replace(ids=np.arange(1, 5).tobytes())
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda manager, sequence: operator.setitem(manager._holders, sequence.block_table[0], 2),
-        lambda manager, sequence: operator.setitem(manager._free, sequence.block_table[1], None),
-        lambda manager, sequence: sequence.block_table.pop(),
-        lambda manager, sequence: operator.setitem(sequence.block_table, 1, sequence.block_table[0]),
-        lambda manager, sequence: setattr(sequence, "computed", 40),
-        lambda manager, sequence: manager._index._key_of.pop(sequence.block_table[0]),
-        lambda manager, sequence: other_content(manager),
-    ],
-)
-def test_check_notices(damage):
-    manager, sequence = held_manager()
-    damage(manager, sequence)
-    with pytest.raises(AssertionError):
-        manager.check([sequence])
 
 
 @pytest.mark.parametrize("given", [False, True])

@@ -113,16 +113,6 @@ def test_a_stop_string_is_searched_for_meanwhile(parts):
     assert (event.cached_tokens, event.scheduled_ns, event.first_token_ns) == (4, 5, 6)
 
 
-@pytest.mark.parametrize("before", [0, 1, MOST_TOKENS - 1, MOST_TOKENS])
-def test_the_token_that_ends_an_answer_is_no_text(parts, before):
-    """Whichever of a part's tokens it is: the first, or the one that fills it."""
-    answer = parts.asked(skip_special_tokens=False)
-    events = [event for _ in range(before) for event in parts.take(answer.token())]
-    events += parts.take(answer.token("stop"))
-    assert "".join(event.text for event in events) == bytes(range(1, before + 1)).decode()
-    assert [event.finish_reason for event in events][-1] == "stop"
-
-
 def test_requests_are_found_by_their_id_until_they_end(parts):
     first, second = parts.asked(), parts.asked()
     assert parts.answers.numbers_of("r") == [first.request.number, second.request.number]
@@ -132,16 +122,6 @@ def test_requests_are_found_by_their_id_until_they_end(parts):
     assert (event.finish_reason, event.refusal) == ("refused", refusal)
     assert parts.answers.numbers_of("r") == parts.answers.numbers_of() == []
     assert parts.take(Progress.refused(number, refusal)) == []  # once more does no harm
-
-
-def test_a_refused_answer_that_was_held_is_forgotten(parts):
-    """As where the engine's process dies."""
-    answer = parts.asked()
-    parts.take(answer.token())
-    assert parts.take(answer.token()) == []
-    assert [event.finish_reason for event in parts.take(Progress.refused(answer.request.number, InvalidRequest("")))]
-    parts.now += 1
-    assert parts.take(Progress()) == []
 
 
 def test_a_failing_listener_silences_nobody_else(parts, caplog):

@@ -31,10 +31,6 @@ def draw(count=4000, **parameters):
     return drawn.bincount(minlength=5) / count
 
 
-def test_greedy_takes_the_likeliest():
-    assert tokens(torch.stack([LOGITS, -LOGITS]), [row(), row()]) == [(1, None), (3, None)]
-
-
 FIRST_OF_TWO = float(LOGITS[[1, 4]].softmax(0)[0])
 
 
@@ -76,26 +72,6 @@ def test_biases_as_transformers_adds_them(dtype):
     assert found[1][1].logprob == pytest.approx(float(logits[1].float().log_softmax(0)[7]))  # the model's own
 
 
-def test_a_token_may_end_an_answer_though_the_models_own_end_does_not():
-    sequence = Sequence(make_request([1], max_tokens=8, min_tokens=2, stop_token_ids=[3, 4]), stop_ids=(1,))
-    assert sequence.stop_ids == ({3, 4} if sequence.request.sampling.ignore_eos else {1, 3, 4})
-    for token, reason in ((3, None), (5, None), (4, "stop")):
-        sequence.in_flight = 1
-        assert sequence.finish_reason is None
-        sequence.take(token)
-        sequence.in_flight = 0
-        assert sequence.finish_reason == reason
-
-
-def test_batch_does_not_matter():
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(12, 50, generator=generator)
-    rows = [row(n, n % 3, temperature=0.5 * (n % 3), top_k=5 * (n % 2), top_p=0.9) for n in range(12)]
-    together = tokens(logits.clone(), rows)
-    alone = [tokens(logits[n : n + 1].clone(), rows[n : n + 1])[0] for n in range(12)]
-    assert together == alone
-
-
 def test_seeds_and_places_differ():
     logits = torch.zeros(1, 1000)
     chosen = {tokens(logits, [row(seed, place, temperature=1)])[0][0] for seed in range(5) for place in range(5)}
@@ -115,26 +91,6 @@ def test_logprobs_describe_the_model_not_the_sampling():
     assert math.isclose(report.logprob, float(LOGITS[4]), abs_tol=1e-5)
     assert [token for token, _ in report.top] == [1, 4]
     assert math.isclose(report.top[0][1], float(LOGITS[1]), abs_tol=1e-5)
-
-
-def test_logprobs_only_where_asked():
-    rows = [row(), row(logprobs=0), row(logprobs=3)]
-    none, own, three = (report for _, report in tokens(LOGITS.repeat(3, 1), rows))
-    assert (none, own.top, len(three.top)) == (None, (), 3)
-    assert own.logprob == three.logprob == pytest.approx(float(LOGITS[1]))
-
-
-def test_min_tokens_forbids_the_end():
-    request = make_request([1], max_tokens=8, min_tokens=2)
-    sequence = Sequence(request, stop_ids=(1,))
-    sequence.in_flight = 1  # as when its step is planned
-    assert tokens(LOGITS[None].clone(), [SamplingRow.of(sequence)]) == [(4, None)]
-    forbidden, plain = [], []
-    for _ in range(4):
-        forbidden.append(SamplingRow.of(sequence).forbidden)
-        plain.append(sequence.plain)
-        sequence.take(3)
-    assert forbidden == [{1}, {1}, set(), set()] and plain == [False, False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from engine_fakes import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.engine.kv_cache.block_manager import BlockManager
+from tessera.engine.scheduling.block_manager import BlockManager
 from tessera.engine.scheduling.policies import Load, Rules
 from tessera.engine.scheduling.scheduler import Scheduler
 from tessera.engine.sequence import Sequence

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from engine_fakes import EOS, ByteTokenizer, TextEngine, make_request, run, tiny_model, tokens_of
+from engine_fakes import ByteTokenizer, TextEngine, make_request, run, tiny_model, tokens_of
 from penalties_reference import plain_answer
 
 from tessera.engine.execution.model_runner import ModelRunner
@@ -127,8 +127,6 @@ def test_same_tokens(way, expected, prompt_steps, monkeypatch):
 PENALIZED = dict(repetition_penalty=0.7, frequency_penalty=0.2, presence_penalty=-0.3, no_repeat_ngram_size=2)
 SAMPLED = {
     "log probabilities": dict(logprobs=1),
-    "draws": dict(temperature=1.5, seed=7),
-    "penalties": PENALIZED,
     "draws under penalties": dict(temperature=1.5, seed=7, **PENALIZED),
 }
 
@@ -143,43 +141,10 @@ def test_a_step_with_anything_but_greedy_choice_runs_its_layers_as_a_graph(asked
     assert ran["hidden"] == engine.metrics.graph_steps > 0 and not ran["greedy"]
 
 
-def test_labels_branch_in_graphs(monkeypatch):
-    def scores(engine):
-        for request in requests(2, ignore_eos=False, choices=["aab", "aac", "ba", "bb"]):
-            engine.submit(request)
-        return [[label["logprob"] for label in event.choices] for event in run(engine) if event.finish_reason == "stop"]
-
-    plain = scores(make_engine(attention="torch", async_launch=False, eos=(EOS,)))
-    ran = counted(monkeypatch)
-    found = scores(make_engine(graphs=(2,), eos=(EOS,)))
-    assert ran["hidden"] and len(found) == 2
-    for one, other in zip(found, plain, strict=True):
-        assert one == pytest.approx(other, abs=1e-3)
-
-
-def penalized(max_tokens):
-    """Requests with penalties, and one without, which is the last to end."""
-    return [*requests(3, max_tokens=max_tokens, **PENALIZED), requests(4, max_tokens=max_tokens + 2)[3]]
-
-
-@pytest.fixture(scope="module")
-def expected_under_penalties():
-    runner = make_engine(attention="torch", prefix_cache="off", async_launch=False)._runner
-    return [plain_answer(runner, request) for request in penalized(5)]
-
-
-@pytest.mark.parametrize("way", ["eager", "graphs with dummies", "graphs for few", "prompt graphs", "uncached pieces"])
-def test_penalties_on_tokens_that_the_host_does_not_know_yet(way, expected_under_penalties, monkeypatch):
-    ran = counted(monkeypatch)
-    assert answers(make_engine(**WAYS[way]), penalized(5)) == expected_under_penalties
-    largest = max(WAYS[way].get("graphs", (0,)))
-    assert bool(ran["hidden"]) == (largest >= 4) and bool(ran["greedy"]) == (largest > 0)
-
-
-@pytest.mark.parametrize("asked", [{}, PENALIZED])
-def test_same_tokens_after_preemption(prompt_steps, asked):
+def test_same_tokens_after_preemption(prompt_steps):
+    """And under penalties on tokens that the host does not know yet."""
     block = 2 * BLOCK * 2 * 16 * 4
-    made = requests(max_tokens=9, **asked)
+    made = requests(max_tokens=9, **PENALIZED)
     runner = make_engine(attention="torch", async_launch=False, prefix_cache="off")._runner
     expected = [plain_answer(runner, request) for request in made]
     engine = make_engine(graphs=(1, 2, 4), prompt_graphs=(16, 48, 128), kv_cache_bytes=16 * block, prefix_cache="off")

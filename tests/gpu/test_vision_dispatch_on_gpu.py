@@ -151,29 +151,6 @@ def test_rows_of_many_requests_are_those_of_each_alone(infer):
         assert torch.nn.functional.cosine_similarity(job.outcome.float(), expected.float(), dim=1).min() > 0.999
 
 
-def test_rows_from_a_small_cache_are_those_that_were_computed():
-    """Of 12 pictures the cache holds three or four at a time, so that places in it are used again and again."""
-    items = [item(2000 + number, 1 + number % 4) for number in range(12)]
-    alone = encoder(infer_batch_size=32)
-    expected = [alone.encode([each])[0] for each in items]
-    stage = encoder(infer_batch_size=4, cache_bytes=expected[0].nbytes * 8)
-    found, get = [], stage.cache.get
-    stage.cache.get = lambda key: found.append((rows := get(key)) is not None) or rows
-    dice = random.Random(3)
-    numbers = [dice.randrange(6) if dice.random() < 0.7 else dice.randrange(12) for _ in range(200)]
-    jobs = [Job(items[number]) for number in numbers]
-    dispatcher = VisionScheduler(stage)
-    for start in range(0, len(jobs), 5):
-        dispatcher.encode(jobs[start : start + 5])
-        for job in jobs[start : start + 5]:  # those that wait together ask the cache once
-            assert job.ended.wait(30)
-    dispatcher.close()
-    assert found.count(True) > 20 and found.count(False) > 20
-    for number, job in zip(numbers, jobs, strict=True):
-        similar = torch.nn.functional.cosine_similarity(job.outcome.float(), expected[number].float(), dim=1)
-        assert job.outcome.shape == expected[number].shape and similar.min() > 0.999
-
-
 def test_the_stage_stays_within_its_share():
     share, cache = 192 << 20, 16 << 20
     before = torch.cuda.memory_allocated()

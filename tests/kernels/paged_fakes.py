@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tessera.attention.backend import HeadShape, SpanTable
-from tessera.attention.kv_storage import KvStorage
+from tessera.attention.backend import HeadShape, KvStorage, SpanTable
 from tessera.attention.torch_backend import TorchBackend
 
 BLOCK = 16

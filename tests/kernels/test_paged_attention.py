@@ -92,11 +92,6 @@ def test_other_heads(half, device, generator, kernel, pieces, group, head_dim):
     close(kernel(batch), batch.expected())
 
 
-def test_many_pieces_of_one_query(half, device, generator):
-    batch = batch_of([(1, context) for context in range(1, 40, 2)], half, device, generator, kv_heads=1, head_dim=16)
-    close(attended(batch), batch.expected())
-
-
 @pytest.mark.parametrize(
     ("kernel", "pieces", "index"),
     [
@@ -136,12 +131,6 @@ def test_rows_of_no_piece_stay_as_they_are(half, device, generator):
     assert attended(batch, SMALL, out) is out
     close(out, expected)
     assert (wide[:, -1] == 7).all()
-
-
-def test_nobody_sees_anything(half, device, generator):
-    batch = batch_of([(1, 0), (1, 0)], half, device, generator)
-    for splits in (1, 8):
-        assert torch.equal(decoded(batch, splits), torch.zeros_like(batch.q))
 
 
 def test_no_pieces(half, device, generator):

@@ -247,18 +247,3 @@ def test_plans_of_many_rows_have_a_multiprocessor_each(m, n, k):
     assert k % plan.block_k == 0 and plan.splits <= k // plan.block_k
     assert tiles >= 132 or 132 // 2 < tiles * plan.splits <= 132, "splits only where one wave does all"
     assert plan.stages * plan.block_k * (plan.block_n + plan.block_m) <= 192 * 1024
-
-
-@pytest.mark.parametrize("m", [17, 32, 64])
-def test_all_programs_of_a_large_weight_fit_at_once(m):
-    plan = plan_skinny_fp8(m, 37888, 3584, 132)
-    each = plan.stages * plan.block_k * (plan.block_n + (32 if m <= 32 else 64))
-    assert 37888 // plan.block_n <= 132 * (227 * 1024 // each)
-
-
-@pytest.mark.parametrize("m", [17, 64])
-def test_linear_as_planned_for_a_large_weight(half, device, generator, m):
-    rows, weight, scales = fp8_operands(device, generator, m, 200, 256)
-    plan = plan_skinny_fp8(m, 37888, 256, 132)
-    assert plan.stages == 3
-    close(skinny_fp8(rows, weight, scales, None, half, plan), reference.skinny_fp8(rows, weight, scales, None, half))

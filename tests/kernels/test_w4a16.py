@@ -184,10 +184,11 @@ def test_refuses_operands(generator):
             w4a16_linear(torch.ones(2, 256, device=device).half(), weights, plan=plan)
 
 
-def test_compiles_for_hopper():
+@pytest.mark.parametrize("kernel", ["w4a16", "gate_up_silu"])
+def test_compiles_for_hopper(kernel):
     """On any machine."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = [sys.executable, str(Path(__file__).with_name("compile_w4a16.py"))]
+    script = [sys.executable, str(Path(__file__).with_name("compile_for_hopper.py")), kernel]
     done = subprocess.run(script, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 

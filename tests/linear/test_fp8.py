@@ -100,14 +100,6 @@ def test_every_product_computes_the_same(units, bias, product):
         torch.testing.assert_close(quantized.dequantized(), quantize_rows(gated).dequantized(), rtol=0.07, atol=1e-3)
 
 
-def test_no_rows(units):
-    layer = fill(layer_of(Fp8OnLoad()), tensors())
-    for ways in (((64, "skinny"),), ((64, "rescaled"),), ()):
-        layer.scheme.ways = ways
-        assert layer(torch.empty(0, SIZE)).shape == (0, 96)
-        assert layer.gated(quantize_rows(torch.empty(0, SIZE)), fp8=True).values.shape == (0, 48)
-
-
 def test_a_static_scale_takes_rows_as_they_are(units):
     weight, scales = quantize_weight(normal(96, SIZE))
     stored = {}
@@ -143,13 +135,6 @@ def test_tuning_asks_which_product_is_the_fastest(units, place):
     assert all("fp8 linear" in question and "a machine" in question for question in choices.asked)
     for layer in layers:
         assert layer.scheme.ways[-3:] == ((256, "skinny"), (512, "rows"), (1024, "rows"))
-
-
-def test_tuning_leaves_dequantized_layers_alone():
-    choices = Choices()
-    shape = LinearShape(96, SIZE, False, "qkv", torch.float32)
-    choose([fill(layer_of(Fp8OnLoad()), tensors())], shape, choices, "a machine")
-    assert not choices.asked
 
 
 def test_the_setting_quantizes_all_but_the_head():

@@ -8,19 +8,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from packers import FORMATS, change_config, quantize_folder
+from packers import FORMATS, quantize_folder
 from safetensors.torch import load_file
 from tiny_checkpoints import Shape, hf_native
-from tiny_qwen2_vl import LEAST, MOST, picture, reference_processor, write_model
 
 from tessera.engine.engine import Engine
 from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.sequence import Request, SamplingParameters
 from tessera.models.registry import read_config
-from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
 from tessera.settings.stages import EngineConfig
-from tessera.vision.encoder import VisionEncoder
-from tessera.vision.pictures import VisionItem
 
 SHAPE = Shape(text_hidden=256, head_dim=64, text_mlp=384, vision_layers=1)
 PROMPT = [(17 * i * i + 3 * i + 5) % 200 for i in range(21)]
@@ -100,47 +96,3 @@ def test_logits_are_those_of_the_fake_quantized_model(tmp_path, form, difference
     differences = (logits - expected_logits).abs().amax(dim=1)
     assert differences.max() < difference and differences.min() < 1e-4
     assert (plain - expected_logits).abs().max() > 10 * difference, "it must not be the unquantized model"
-
-
-# What the published AWQ and GPTQ-Int4 files of Qwen2-VL state beside what every file of the format does.
-PUBLISHED = {
-    "awq 32": {"modules_to_not_convert": ["visual"]},
-    "gptq sym": {"modules_in_block_to_quantize": None, "dataset": None, "use_exllama": True, "model_seqlen": None},
-    "float channel dynamic": {"ignore": ["lm_head", "re:visual.*"]},
-}
-
-
-@pytest.mark.parametrize(
-    ("form", "tied", "difference"),
-    [("awq 32", True, 1e-3), ("gptq sym", False, 1e-3), ("float channel dynamic", False, 5e-2)],
-)
-@torch.no_grad()
-def test_so_are_those_of_qwen2_vl_about_a_picture(tmp_path, form, tied, difference):
-    model = write_model(tmp_path, tied=tied, min_pixels=LEAST, max_pixels=MOST)
-    weights = quantize_folder(tmp_path, FORMATS[form])
-    change_config(tmp_path, lambda config: config["quantization_config"].update(PUBLISHED[form]))
-    data, image = picture(56, 84, seed=4)
-    asked = Preprocessor.from_checkpoint(tmp_path)(PreprocessRequest(text="<image> What is it?", images=[data]))
-    (rows,) = VisionEncoder.from_checkpoint(tmp_path).encode([VisionItem(asked.pixels, asked.plan, asked.digest)])
-    tokens, logits = answer(tmp_path, asked.input_ids, asked.spans, rows, asked.digest, asked.positions)
-
-    pixels = reference_processor(tmp_path, LEAST, MOST).image_processor([image], return_tensors="pt")
-
-    def theirs():
-        ids, found = torch.tensor(asked.input_ids.astype(np.int64))[None], []
-        for token in tokens:
-            kinds = (ids == model.config.image_token_id).int()
-            found.append(model(input_ids=ids, mm_token_type_ids=kinds, use_cache=False, **pixels).logits[0, -1])
-            ids = torch.cat([ids, torch.tensor([[token]])], 1)
-        return torch.stack(found)
-
-    plain = theirs()
-    for module, w in weights.items():
-        linear = model.get_submodule(module.replace("model.", "model.language_model.", 1))
-        linear.weight.copy_(w)
-        linear.register_forward_pre_hook(lambda _, inputs: (FORMATS[form].activations(inputs[0]),))
-    expected_logits = theirs()
-    assert tokens == expected_logits.argmax(-1).tolist()
-    differences = (logits - expected_logits).abs().amax(dim=1)
-    assert differences.max() < difference and differences.min() < 1e-4
-    assert (plain - expected_logits).abs().max() > 4 * difference, "it must not be the unquantized model"

@@ -11,10 +11,9 @@ from measured_fakes import Choices
 from tessera.kernels import reference
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.linear import unquantized
-from tessera.linear.layers import RmsNorm
 from tessera.linear.scheme import Linear, LinearShape
 from tessera.linear.tuning import choose
-from tessera.linear.unquantized import CUBLAS, FEW_ROWS, FUSED, Unquantized
+from tessera.linear.unquantized import CUBLAS, FEW_ROWS, FUSED, RmsNorm, Unquantized
 
 pytest.importorskip("triton", reason="tuning measures triton's kernels")
 
@@ -35,7 +34,7 @@ def ran(monkeypatch):
         return lambda *given: (calls.append(name), getattr(reference, name)(*given))[1]
 
     names = ("skinny_unfinished", "skinny_gate_up", "gate_up_silu")
-    kernels = SimpleNamespace(**{name: named(name) for name in names})
+    kernels = SimpleNamespace(**vars(reference) | {name: named(name) for name in names})
     monkeypatch.setattr(unquantized, "layer_kernels", lambda device: kernels)
     return calls
 

@@ -1,0 +1,74 @@
+"""Compiles a kernel (w4a16 or gate_up_silu) for a Hopper GPU, on any machine.
+
+A script, as an interpreted process cannot compile.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from tessera.kernels.gate_up_silu import GateUpPlan, _gate_up_silu
+from tessera.kernels.w4a16 import W4Plan, _swizzled, _w4a16
+
+SHARED_MEMORY = 227 * 1024
+
+
+def compile_for_hopper(
+    source: type[ASTSource],
+    kernel: Any,
+    signature: dict[str, str],
+    constants: dict[str, int],
+    product: str,
+    **options: int,
+) -> None:
+    """Raises what the compiler raises; AssertionError if the tensor cores are not used or the memory does not do."""
+    names = kernel.arg_names
+    whole = source(
+        kernel,
+        {name: signature.get(name, "constexpr") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+    )
+    compiled = triton.compile(whole, target=GPUTarget("cuda", 90, 32), options=options)
+    assert product in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= SHARED_MEMORY
+
+
+def gate_up_silu(plan: GateUpPlan) -> None:
+    signature = {
+        "x": f"tensordesc<bf16[{plan.rows}, {plan.depth}]>",
+        "weight": f"tensordesc<bf16[2, {plan.columns}, {plan.depth}]>",
+        "out": f"tensordesc<bf16[{plan.rows}, {plan.columns}]>",
+        **dict.fromkeys(("m", "size", "k"), "i32"),
+    }
+    constants = {"ROWS": plan.rows, "COLUMNS": plan.columns, "DEPTH": plan.depth, "GROUP": plan.group}
+    product = f"wgmma.mma_async.sync.aligned.m64n{2 * plan.columns}k16"
+    options = {"num_warps": plan.warps, "num_stages": plan.stages}
+    compile_for_hopper(ASTSource, _gate_up_silu, signature, constants, product, **options)
+
+
+def w4a16(rows: int, plan: W4Plan, gated: bool) -> None:
+    signature = {
+        "x": f"tensordesc<bf16[4, {rows}, 64],{_swizzled(64, 3)!r}>",
+        "codes": f"tensordesc<i16[{plan.block_n // (1 + gated)}, 64],{_swizzled(64, 2)!r}>",
+        **dict.fromkeys(("words", "arrivals"), "*i32"),
+        **dict.fromkeys(("bias", "out"), "*bf16"),
+        "partials": "*fp32",
+        **dict.fromkeys(("m", "n", "k", "tiles"), "i32"),
+    }
+    constants = {"GROUP_BLOCKS": 1, "GROUPS": 2, "GATED": gated, "BLOCK_N": plan.block_n, "STAGES": plan.stages}
+    compile_for_hopper(GluonASTSource, _w4a16, signature, constants, "wgmma.mma_async", num_warps=plan.warps)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "gate_up_silu":
+        gate_up_silu(GateUpPlan())
+    else:
+        for gated in (False, True):
+            w4a16(8, W4Plan(64, 2), gated)
+            w4a16(64, W4Plan(128, 2, warps=8), gated)
