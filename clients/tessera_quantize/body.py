@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tessera.attention.backend import AttentionStep, SpanTable, create_backend
-from tessera.attention.kv_storage import KvStorage
+from tessera.attention.backend import AttentionStep, KvStorage, SpanTable, create_backend
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.weights import SafetensorsFolder, fill, split_names
 from tessera.kernels.operands import Unfinished

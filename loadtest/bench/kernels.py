@@ -48,8 +48,8 @@ from tessera.kernels.skinny_linear import skinny_fp8, skinny_gate_up, skinny_unf
 from tessera.kernels.tuning import MeasuredChoices, graph_milliseconds
 from tessera.kernels.w4_layout import PackedW4
 from tessera.kernels.w4a16 import w4a16_gate_up, w4a16_linear
-from tessera.linear.formats.awq import Awq
 from tessera.linear.formats.fp8 import Fp8OnLoad
+from tessera.linear.formats.gptq import Awq
 from tessera.linear.scheme import Linear, LinearScheme, LinearShape, Place
 from tessera.linear.tuning import InPlace, choose
 from tessera.linear.unquantized import Unquantized

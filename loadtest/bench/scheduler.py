@@ -31,8 +31,8 @@ import numpy as np
 import open_loop
 
 from bench.engine import PICTURE_START
-from tessera.engine.kv_cache.block_manager import BlockManager
 from tessera.engine.scheduling import policies
+from tessera.engine.scheduling.block_manager import BlockManager
 from tessera.engine.scheduling.policies import EVERY_RULE, Load, Rules
 from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from tessera.engine.sequence import Request, Sequence

@@ -28,8 +28,8 @@ import numpy as np
 
 from bench.engine import PICTURE_START
 from bench.scheduler import FORWARD_TILES, SKIPPED_MS, TILE_MS, add_rules, name_of_rules, rules_of, step_ms
-from tessera.engine.kv_cache.block_manager import BlockManager
 from tessera.engine.scheduling import policies
+from tessera.engine.scheduling.block_manager import BlockManager
 from tessera.engine.scheduling.policies import EVERY_RULE, Load, Rules
 from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from tessera.engine.sequence import Request, Sequence

@@ -12,10 +12,10 @@ from tessera.attention.backend import (
     AttentionBackend,
     AttentionStep,
     HeadShape,
+    KvStorage,
     SpanTable,
     StaticPieces,
 )
-from tessera.attention.kv_storage import KvStorage
 from tessera.kernels.operands import Unfinished
 from tessera.kernels.paged_decode import choose_splits, decode_attention
 from tessera.kernels.rotary import rotate_and_store

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tessera.engine.kv_cache.block_manager import BlockManager, image_cache_ids
 from tessera.engine.process.messages import End, EngineMetrics, Progress
-from tessera.engine.scheduling.cost_model import CostModel
-from tessera.engine.scheduling.policies import Load, Rules
+from tessera.engine.scheduling.block_manager import BlockManager, image_cache_ids
+from tessera.engine.scheduling.policies import CostModel, Load, Rules
 from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from tessera.engine.sequence import Request, Sequence
 from tessera.engine.structured_output.constraints import Constraints

@@ -1,5 +1,6 @@
 """The layers' triton kernels under the names of their twins in :mod:`tessera.kernels.reference`."""
 
+# ruff: noqa: F401
 from __future__ import annotations
 
 from tessera.kernels.activation import silu_and_multiply
@@ -8,19 +9,3 @@ from tessera.kernels.norm import add_and_norm, add_rms_norm, norm_heads
 from tessera.kernels.rotary import rotate_and_store, turn_heads
 from tessera.kernels.skinny_linear import skinny_fp8, skinny_gate_up, skinny_unfinished
 from tessera.kernels.w4a16 import w4a16_gate_up, w4a16_linear, widen_w4
-
-__all__ = [
-    "add_and_norm",
-    "add_rms_norm",
-    "gate_up_silu",
-    "norm_heads",
-    "rotate_and_store",
-    "silu_and_multiply",
-    "skinny_fp8",
-    "skinny_gate_up",
-    "skinny_unfinished",
-    "turn_heads",
-    "w4a16_gate_up",
-    "w4a16_linear",
-    "widen_w4",
-]

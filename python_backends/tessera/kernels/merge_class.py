@@ -21,11 +21,12 @@ def merge_class(
     value: torch.Tensor,
     fp8: bool = False,
 ) -> torch.Tensor | Fp8Rows:
-    """The attention of all tokens from its parts, as :func:`tessera.kernels.tower_attention.merged` makes it.
+    """Attention of all tokens from that of the class token, the first, and that among the others.
 
-    first [tiles, 1, heads, size], others [tiles, tokens - 1, heads, size], sums float32 [tiles, heads, tokens - 1],
-    query, key and value [tiles, tokens, heads, size], a token's heads beside each other -> [tiles, tokens, heads *
-    size], with ``fp8`` quantized: values of that shape, scales [tiles, tokens, 1].
+    first [tiles, 1, heads, size]: of the class token to all. others [tiles, tokens - 1, heads, size] and sums float32
+    [tiles, heads, tokens - 1]: of the others to each other, and the logarithms of their sums of exp(score). query, key
+    and value [tiles, tokens, heads, size], a token's heads beside each other -> [tiles, tokens, heads * size], with
+    ``fp8`` quantized: values of that shape, scales [tiles, tokens, 1].
     ValueError for rows of over 8192 values or of scattered heads.
     """
     tiles, tokens, heads, size = query.shape

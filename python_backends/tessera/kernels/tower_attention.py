@@ -128,23 +128,3 @@ def attend_class_apart(
     first = attend(query[:, :1], key, value, SDPBackend.CUDNN_ATTENTION).unflatten(-1, query.shape[2:])
     others = others.transpose(1, 2).contiguous()  # which it is, in the order of the queries'
     return merge_class(first, others, sums.view(others.shape[0], others.shape[2], -1), query, key, value, fp8)
-
-
-def merged(
-    first: torch.Tensor,
-    others: torch.Tensor,
-    sums: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> torch.Tensor:
-    """Attention of all tokens from that of the class token, the first, and that among the others.
-
-    first [tiles, 1, heads, size]: of the class token to all. others [tiles, tokens - 1, heads, size] and sums float32
-    [tiles, heads, tokens - 1]: of the others to each other, and the logarithms of their sums of exp(score). query, key,
-    value [tiles, tokens, heads, size] -> [tiles, tokens, heads * size].
-    """
-    scores = (query[:, 1:].float() * key[:, :1].float()).sum(-1) * query.shape[-1] ** -0.5
-    share = torch.sigmoid(scores - sums.transpose(1, 2)).unsqueeze(-1)
-    rest = torch.lerp(others.float(), value[:, :1].float(), share).to(query.dtype)
-    return torch.cat((first, rest), dim=1).flatten(2)

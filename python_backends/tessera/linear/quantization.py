@@ -23,8 +23,8 @@ from tessera.linear.unquantized import Unquantized
 
 #: quant_method -> its reader: (settings, from which it takes all that it understands) -> Groups
 METHODS = {
-    "awq": "tessera.linear.formats.awq:read",
-    "gptq": "tessera.linear.formats.gptq:read",
+    "awq": "tessera.linear.formats.gptq:read_awq",
+    "gptq": "tessera.linear.formats.gptq:read_gptq",
     "compressed-tensors": "tessera.linear.formats.compressed:read",
     "fp8": "tessera.linear.formats.fp8:read_blocks",
     "modelopt": "tessera.linear.formats.fp8:read_modelopt",

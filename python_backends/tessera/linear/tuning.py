@@ -22,8 +22,8 @@ from tessera import kernels
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.operands import PagedCache
 from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_milliseconds, layer_kernels
-from tessera.linear.layers import RmsNorm
 from tessera.linear.scheme import Linear, LinearShape, Place, Ways
+from tessera.linear.unquantized import RmsNorm
 
 
 def choose(layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,60 +22,53 @@ _PROMPTS = 16  # that share the largest step, where that many may run
 Forward = Callable[[int, ScheduledBatch], object]
 
 
-@dataclass(frozen=True)
-class MemoryBudget:
-    """The engine's part of a device that it shares with the vision stage and the rows of waiting pictures.
+def count_blocks(
+    config: EngineConfig, block_bytes: int, device: torch.device, max_model_len: int, forward: Forward
+) -> int:
+    """Blocks of the cache, of ``block_bytes`` each: what fits, at most what every sequence at full length needs.
 
-    On a GPU the cache gets what ``memory_bytes`` leaves beside the weights and the largest step, which is measured
-    by running one. On the CPU, and with ``kv_cache_bytes``, nothing is measured.
+    The engine shares the device with the vision stage and the rows of waiting pictures. On a GPU the cache gets what
+    ``memory_bytes`` leaves beside the weights and the largest step, which is measured by running one: ``forward`` runs
+    a batch on a cache of this many blocks. On the CPU, and with ``kv_cache_bytes``, nothing is measured. Raises
+    ConfigError when the shares exceed the card or leave no room for one full context.
     """
+    one = -(-max_model_len // config.block_size)
+    cache_bytes = _cache_bytes(config, block_bytes, device, max_model_len, forward)
+    blocks = cache_bytes // block_bytes
+    if blocks < 1:
+        raise ConfigError(
+            f"engine: a cache of {cache_bytes} bytes holds no block of {config.block_size} tokens, which takes "
+            f"{block_bytes}; raise kv_cache_bytes or gpu_memory"
+        )
+    if device.type == "cuda" and blocks < one:
+        raise ConfigError(
+            f"engine: the cache holds {blocks * config.block_size} tokens, less than one context of {max_model_len}; "
+            + ("raise kv_cache_bytes" if config.kv_cache_bytes else "raise gpu_memory")
+            + ", or lower max_model_len"
+        )
+    return min(blocks, config.max_sequences * one)
 
-    config: EngineConfig
-    bytes_per_block: int
-    device: torch.device
 
-    def count_blocks(self, max_model_len: int, forward: Forward) -> int:
-        """Blocks of the cache: what fits, at most what every sequence at full length needs.
-
-        ``forward`` runs a batch on a cache of this many blocks. Raises ConfigError when the shares exceed the card or
-        leave no room for one full context.
-        """
-        block_size = self.config.block_size
-        one = -(-max_model_len // block_size)
-        cache_bytes = self._cache_bytes(max_model_len, forward)
-        blocks = cache_bytes // self.bytes_per_block
-        if blocks < 1:
-            raise ConfigError(
-                f"engine: a cache of {cache_bytes} bytes holds no block of {block_size} tokens, which takes "
-                f"{self.bytes_per_block}; raise kv_cache_bytes or gpu_memory"
-            )
-        if self.device.type == "cuda" and blocks < one:
-            raise ConfigError(
-                f"engine: the cache holds {blocks * block_size} tokens, less than one context of {max_model_len}; "
-                + ("raise kv_cache_bytes" if self.config.kv_cache_bytes else "raise gpu_memory")
-                + ", or lower max_model_len"
-            )
-        return min(blocks, self.config.max_sequences * one)
-
-    def _cache_bytes(self, max_model_len: int, forward: Forward) -> int:
-        if self.device.type != "cuda":
-            return self.config.kv_cache_bytes or _CPU_CACHE_BYTES
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        share = engine_share(self.config, total)
-        if self.config.kv_cache_bytes:
-            return self.config.kv_cache_bytes
-        torch.cuda.reset_peak_memory_stats(self.device)
-        batch, blocks = prompts_of(self.config.max_batched_tokens, max_model_len, self.config)
-        forward(blocks, batch)
-        torch.cuda.synchronize(self.device)
-        used = torch.cuda.max_memory_allocated(self.device) - blocks * self.bytes_per_block
-        torch.cuda.empty_cache()
-        if used + _RESERVE_BYTES >= share:
-            raise ConfigError(
-                f"engine: weights and the largest step take {used / 2**30:.1f} GiB and {_RESERVE_BYTES >> 30} GiB are "
-                f"kept back; that is all of the engine's {share / 2**30:.1f} GiB; raise gpu_memory"
-            )
-        return share - used - _RESERVE_BYTES
+def _cache_bytes(
+    config: EngineConfig, block_bytes: int, device: torch.device, max_model_len: int, forward: Forward
+) -> int:
+    if device.type != "cuda":
+        return config.kv_cache_bytes or _CPU_CACHE_BYTES
+    share = engine_share(config, torch.cuda.get_device_properties(device).total_memory)
+    if config.kv_cache_bytes:
+        return config.kv_cache_bytes
+    torch.cuda.reset_peak_memory_stats(device)
+    batch, blocks = prompts_of(config.max_batched_tokens, max_model_len, config)
+    forward(blocks, batch)
+    torch.cuda.synchronize(device)
+    used = torch.cuda.max_memory_allocated(device) - blocks * block_bytes
+    torch.cuda.empty_cache()
+    if used + _RESERVE_BYTES >= share:
+        raise ConfigError(
+            f"engine: weights and the largest step take {used / 2**30:.1f} GiB and {_RESERVE_BYTES >> 30} GiB are "
+            f"kept back; that is all of the engine's {share / 2**30:.1f} GiB; raise gpu_memory"
+        )
+    return share - used - _RESERVE_BYTES
 
 
 def prompts_of(tokens: int, max_model_len: int, config: EngineConfig) -> tuple[ScheduledBatch, int]:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tessera.attention.backend import AttentionBackend, AttentionStep, create_backend
-from tessera.attention.kv_storage import KvStorage
+from tessera.attention.backend import AttentionBackend, AttentionStep, KvStorage, create_backend
 from tessera.checkpoint.weights import SafetensorsFolder, SafetensorsHeaders, fill, name_in_file, split_names
 from tessera.engine.execution.batch_inputs import PackedBatch, fill_in, image_rows, pack
-from tessera.engine.execution.memory_budget import MemoryBudget, prompts_of
+from tessera.engine.execution.memory_budget import count_blocks, prompts_of
 from tessera.engine.execution.sampler import Histories, SampledRows, SamplingRow, greedy, sample
 from tessera.engine.execution.step_graphs import DecodeGraphs, PromptGraphs, graph_sizes, prompt_sizes
 from tessera.engine.scheduling.scheduler import ScheduledBatch
@@ -77,14 +76,15 @@ class ModelRunner:
         heads = model.heads
         block = (config.block_size, heads.kv_heads, heads.head_dim)
         layers, fp8 = len(model.layers), config.kv_cache_dtype == "fp8"
-        bytes_per_block = KvStorage.bytes_per_block(layers, block, weight.dtype, fp8)
 
         def runner(num_blocks: int) -> ModelRunner:
             storage = KvStorage(layers, (num_blocks, *block), weight.dtype, weight.device, fp8)
             return cls(model, create_backend(config.attention, heads, storage), config.max_sequences)
 
-        budget = MemoryBudget(config, bytes_per_block, weight.device)
-        num_blocks = budget.count_blocks(max_model_len, lambda blocks, batch: runner(blocks).logits(batch))
+        block_bytes = KvStorage(layers, (1, *block), weight.dtype, torch.device("meta"), fp8).nbytes
+        num_blocks = count_blocks(
+            config, block_bytes, weight.device, max_model_len, lambda blocks, batch: runner(blocks).logits(batch)
+        )
         _LOG.info("cache: %d blocks of %d tokens", num_blocks, config.block_size)
         whole = runner(num_blocks)
         if whole.async_launch:

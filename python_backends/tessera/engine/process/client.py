@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from tessera.engine.kv_cache.embedding_pool import EmbeddingPool
 from tessera.engine.process import messages
+from tessera.engine.process.embedding_pool import EmbeddingPool
 from tessera.engine.process.messages import Progress
 from tessera.engine.rendering import Answers
 from tessera.engine.sequence import Request, TokenEvent

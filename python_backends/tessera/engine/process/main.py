@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from tessera.engine.engine import Engine
-from tessera.engine.kv_cache.embedding_pool import rows_at
 from tessera.engine.process import messages
+from tessera.engine.process.embedding_pool import rows_at
 from tessera.engine.process.messages import Progress
 from tessera.engine.structured_output.compiling import GrammarLane
 from tessera.errors import TesseraError, end_process_if_lost

@@ -16,8 +16,8 @@ from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass
 from functools import cached_property
 
-from tessera.engine.kv_cache.block_manager import BlockManager
 from tessera.engine.scheduling import policies
+from tessera.engine.scheduling.block_manager import BlockManager
 from tessera.engine.scheduling.policies import Load, StepBudget
 from tessera.engine.sequence import NOT_FINITE, Report, SampledToken, Sequence
 

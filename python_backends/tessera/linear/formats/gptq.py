@@ -1,10 +1,11 @@
-"""GPTQ's layout, versions 1 and 2.
+"""Eight 4-bit values in an int32: GPTQ's layout, versions 1 and 2, and AutoAWQ's "GEMM" layout.
 
-``qweight`` int32 [in / 8, out], packed along the input; ``qzeros`` int32 [in / group, out / 8]; ``scales``
+GPTQ: ``qweight`` int32 [in / 8, out], packed along the input; ``qzeros`` int32 [in / group, out / 8]; ``scales``
 [in / group, out]; ``g_idx`` int32 [in], each column's group: in order, or by activation (``desc_act``).
 W = (q - z) * s. Version 1 stores z - 1, version 2 stores z. Sources: AutoGPTQ and GPTQModel.
 
-Eight 4-bit values in an int32.
+AWQ: ``qweight`` int32 [in, out / 8] and ``qzeros`` int32 [in / group, out / 8], ``scales`` [in / group, out];
+W = (q - z) * s. Source: AutoAWQ ``awq/modules/linear/gemm.py`` and ``awq/utils/packing_utils.py``.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ _OF_THE_MAKING = (
     "use_cuda_fp16", "use_exllama", "v2", "v2_alpha",
 )
 # fmt: on
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""In which of a word's eight places each of its eight columns is."""
 
 
-def read(settings: Settings) -> Groups:
+def read_gptq(settings: Settings) -> Groups:
     """quant_method "gptq". ``desc_act`` is not asked: ``g_idx`` shows it."""
     settings.take("bits", (4,))
     settings.take("is_marlin_format", (False, None))
@@ -47,6 +50,18 @@ def read(settings: Settings) -> Groups:
     group_size = settings.take("group_size", default=128)
     settings.drop(*_OF_THE_MAKING)
     return [(["Linear"], partial(Gptq, group_size, _VERSIONS[label], symmetric))]
+
+
+def read_awq(settings: Settings) -> Groups:
+    """quant_method "awq"."""
+    bits = "bits" if settings.has("bits") else "w_bit"
+    size = "group_size" if settings.has("group_size") else "q_group_size"
+    settings.take(bits, (4,))
+    settings.take("version", ("gemm", "GEMM"), "gemm")
+    settings.take("zero_point", (True,), True)
+    settings.take("backend", ("autoawq",), "autoawq")
+    settings.drop("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config")
+    return [(["Linear"], partial(Awq, settings.take(size, default=128)))]
 
 
 class Gptq(Int4):
@@ -104,6 +119,28 @@ class Gptq(Int4):
                 f"{other}; if they are, set checkpoint_format accordingly"
             )
         return zeros[self.version]
+
+
+class Awq(Int4):
+    def leaves(self) -> set[str]:
+        return {"qweight", "qzeros", "scales"}
+
+    def decode(
+        self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
+    ) -> dict[str, torch.Tensor]:
+        groups, words = self.groups(in_features), -(-out_features // 8)
+        qweight = shaped(tensors, "qweight", (in_features, words), torch.int32)
+        qzeros = shaped(tensors, "qzeros", (groups, words), torch.int32)
+        return {
+            "codes": _awq_columns(qweight)[:, :out_features].T,
+            "zeros": _awq_columns(qzeros)[:, :out_features].T.float(),
+            "scales": shaped(tensors, "scales", (groups, out_features)).T.float(),
+        }
+
+
+def _awq_columns(words: torch.Tensor) -> torch.Tensor:
+    """int32 [n, out / 8] -> uint8 [n, out]."""
+    return unpack(words).unflatten(-1, (-1, 8))[..., _AWQ_PLACES].flatten(-2)
 
 
 def unpack(words: torch.Tensor) -> torch.Tensor:

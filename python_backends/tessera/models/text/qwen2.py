@@ -17,8 +17,8 @@ from torch import nn
 from tessera.attention.backend import AttentionBackend, AttentionStep, HeadShape
 from tessera.checkpoint.weights import Target, copy_whole
 from tessera.kernels.operands import Unfinished
-from tessera.linear.layers import Embedding, RmsNorm
 from tessera.linear.scheme import Linear, Place, Rows, SchemeSelector, stacked
+from tessera.linear.unquantized import Embedding, RmsNorm
 from tessera.models.text.rotary import Rotary
 
 if TYPE_CHECKING:

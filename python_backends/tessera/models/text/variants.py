@@ -20,8 +20,8 @@ from tessera.attention.backend import HeadShape
 from tessera.checkpoint.weights import Target
 from tessera.kernels.operands import Unfinished, finished
 from tessera.kernels.tuning import layer_kernels
-from tessera.linear.layers import RmsNorm
 from tessera.linear.scheme import Rows, SchemeSelector
+from tessera.linear.unquantized import RmsNorm
 from tessera.models.text.qwen2 import DecoderLayer, LayerNames, Qwen2, norm_targets
 
 if TYPE_CHECKING:

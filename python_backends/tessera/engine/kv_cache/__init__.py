@@ -1,1 +1,0 @@
-"""Where keys and values live, and which of them may be reused."""
