@@ -46,40 +46,6 @@ def step(histories, batch, logits):
     return [token for token, _ in sampled.tokens()]
 
 
-def apply(batch, tokens):
-    for sequence, token in zip(batch, tokens):
-        sequence.in_flight -= 1
-        sequence.take(token)
-
-
-@pytest.mark.parametrize("small", [3, 7])  # of how many tokens prompts and answers are made
-@pytest.mark.parametrize("ahead", [False, True])  # whether a step is planned before the one before is known
-def test_random_logits_as_the_processors_change_them(small, ahead):
-    generator = torch.Generator().manual_seed(small)
-    live, histories = sequences(generator, small), Histories(len(ASKED), torch.device("cpu"))
-    said: dict[Sequence, list[int]] = {sequence: [] for sequence in live}
-    under_way = ()
-    for number in range(30):
-        logits = torch.randn(len(live), small + 1, generator=generator) * 3
-        logits[:, -1] = -20  # what is left where all else is ruled out
-        # Some sit a step out now and then, as after a preemption, and all take another place.
-        batch = [s for place, s in enumerate(live) if (place + number) % 9 or number % 2][:: 1 - 2 * (number % 2)]
-        if under_way and not ahead:
-            apply(*under_way)
-        elif under_way and any(sequence not in under_way[0] for sequence in batch):
-            apply(*under_way)  # who sat out comes back when all is known
-            under_way = ()
-        tokens = step(histories, batch, logits[: len(batch)])
-        if under_way and ahead:
-            apply(*under_way)
-        for row, (sequence, token) in enumerate(zip(batch, tokens)):
-            prompt = history(sequence)[: -len(sequence.outputs) or None].tolist()
-            expected = penalized(logits[row], prompt, said[sequence], sequence.request.sampling)
-            assert token == int(expected.argmax()), (number, sequence.request.request_id)
-            said[sequence].append(token)
-        under_way = (batch, tokens)
-
-
 @pytest.mark.parametrize("everybody", [False, True])  # whether all rows ask for penalties
 def test_logits_of_every_token_are_the_processors(everybody):
     """Not only the likeliest; rows that ask for nothing stay as they are."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import replace
 
 from engine_fakes import (
     EOS,
-    BookkeepingRunner,
     contents_of,
     ends,
     expected_answer,
@@ -20,10 +19,6 @@ from engine_fakes import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.engine.scheduling.block_manager import BlockManager
-from tessera.engine.scheduling.policies import Load, Rules
-from tessera.engine.scheduling.scheduler import Scheduler
-from tessera.engine.sequence import Sequence
 from tessera.prompt.sampling import STEP_NS
 
 TOKENS = range(240, 262)  # few, so that <eos> comes up
@@ -110,46 +105,6 @@ def test_engine_under_random_load(script, policy, num_blocks, budget, sequences,
         else:
             assert given_tokens == answer
             assert reasons[request.request_id] == ("stop" if answer[-1] == EOS else "length")
-
-
-@settings(max_examples=80)
-@given(
-    st.lists(prompts(), min_size=1, max_size=10),
-    st.lists(st.integers(0, 25), max_size=3),
-    st.integers(9, 24),
-    st.integers(1, 3),
-)
-def test_steps_may_be_planned_ahead(requests, cancels, num_blocks, depth):
-    """The next steps are planned while the results of earlier ones are still out, as with a GPU."""
-    scheduler = Scheduler(BlockManager(num_blocks, 4), Load(20, 4, Rules(bursts=False)))
-    runner = BookkeepingRunner(num_blocks, 4, tokens=TOKENS)
-    sequences = []
-    for number, (ids, pictures, max_tokens, _) in enumerate(requests):
-        request = make_request(ids, str(number), pictures, max_tokens=max_tokens, priority=10 * (max_tokens % 3))
-        keys = [pictures[i][2] * 100 + row for i in range(len(pictures)) for row in range(pictures[i][1])]
-        sequences.append(Sequence(request, image_cache_ids=keys or None, stop_ids=(EOS,)))
-        scheduler.add(sequences[-1])
-    out, steps = deque(), 0
-    while scheduler.has_work or out:
-        batch = scheduler.schedule()
-        scheduler.check()
-        if batch.spans:
-            out.append((batch, runner.run(batch)))
-        if out and (len(out) > depth or not batch.spans):
-            scheduler.apply(*out.popleft())
-            scheduler.check()
-        steps += 1
-        if steps in cancels:
-            for sequence in sequences[: steps % 3]:
-                if not sequence.finished:
-                    scheduler.cancel(sequence, "cancelled")
-        assert steps < 2000
-    assert scheduler.blocks.used == 0
-    for sequence in sequences:
-        answer = expected_answer(contents_of(sequence.request), sequence.max_tokens, tokens=TOKENS)
-        if sequence.finish_reason == "cancelled":
-            answer = answer[: len(sequence.outputs)]
-        assert sequence.outputs == answer
 
 
 @settings(max_examples=80)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from engine_fakes import (
-    ByteTokenizer,
     TextEngine,
     ends,
     make_request,
@@ -94,7 +93,7 @@ def folder(tmp_path):
 
 def of_random_weights(folder, **settings):
     config = EngineConfig(weights="random", max_sequences=4, **settings)
-    return TextEngine.from_checkpoint(folder, config, ByteTokenizer())
+    return TextEngine.from_checkpoint(folder, config)
 
 
 def test_random_weights_need_no_stored_ones_and_repeat(folder):
@@ -106,7 +105,6 @@ def test_random_weights_need_no_stored_ones_and_repeat(folder):
         assert ends(events) == {"r": "length"}
         answers.append(tokens_of(events))
     assert answers[0] == answers[1]
-    assert max(answers[0]) > 256, "ids beyond the tokenizer came up and were detokenized"
 
 
 def test_context_and_cache_must_make_sense(folder):

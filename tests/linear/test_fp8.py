@@ -25,9 +25,9 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def layer_of(scheme: LinearScheme, bias: bool = False, dtype: torch.dtype = torch.float32) -> Linear:
+def layer_of(scheme: LinearScheme, bias: bool = False, size: int = SIZE) -> Linear:
     rows = {"gate": slice(0, 48), "up": slice(48, 96)}
-    return Linear(SIZE, rows, bias, lambda modules: scheme, dtype, CPU)
+    return Linear(size, rows, bias, lambda modules: scheme, torch.float32, CPU)
 
 
 def tensors(bias: bool = False) -> dict[str, torch.Tensor]:
@@ -86,7 +86,7 @@ def test_every_product_computes_the_same(units, bias, product):
     assert layer.weight.dtype == E4M3 and layer.scales.shape == (96,)
     expected = fake_quantized(x, stored)
     torch.testing.assert_close(layer(x), expected)
-    assert layer.wants_fp8_input(7)
+    assert layer.wants_fp8_input(7) and layer(x[:0]).shape == (0, 96)
     rows = quantize_rows(x)
     torch.testing.assert_close(layer(rows), expected)
     unfinished = layer.unfinished(rows)
@@ -115,13 +115,17 @@ def test_a_static_scale_takes_rows_as_they_are(units):
 
 
 def test_blocks_are_multiplied_dequantized(units):
-    scale = torch.tensor([[0.5]])
     stored = {}
     for name in PARTS:
-        stored |= {f"{name}.weight": normal(48, SIZE).to(E4M3), f"{name}.weight_scale_inv": scale}
-    layer = fill(layer_of(Fp8("weight_scale_inv", blocks=True)), stored)
+        stored |= {f"{name}.weight": normal(48, 200).to(E4M3), f"{name}.weight_scale_inv": torch.tensor([[0.5, 2.0]])}
+    layer = fill(layer_of(Fp8("weight_scale_inv", blocks=True), size=200), stored)
     assert not layer.wants_fp8_input(3) and layer.weight.dtype == torch.float32
-    assert torch.equal(layer.weight[:48], stored["gate.weight"].float() / 2)
+    scales = torch.tensor([0.5, 2.0]).repeat_interleave(128)[:200]
+    assert torch.equal(layer.weight, torch.cat([stored[f"{name}.weight"] for name in PARTS]).float() * scales)
+    x = normal(3, 200) * torch.logspace(-2, 2, 200)
+    rounded = torch.cat([quantize_rows(part.contiguous()).dequantized() for part in x.split(128, 1)], 1)
+    torch.testing.assert_close(layer(x), F.linear(rounded, layer.weight))
+    assert not torch.allclose(layer(x), F.linear(x, layer.weight), rtol=1e-3)
 
 
 @pytest.mark.parametrize("place", ["qkv", "output", "gate_up", "alone"])
