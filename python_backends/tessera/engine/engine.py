@@ -75,27 +75,23 @@ class Engine:
         self._closed = ""
 
     @classmethod
-    def from_checkpoint(cls, folder: Path | str, config: EngineConfig, tokenizer: Tokenizer | None = None) -> Engine:
+    def from_checkpoint(cls, folder: Path | str, config: EngineConfig) -> Engine:
         """The text model of a checkpoint folder, ready to step.
 
         Raises CheckpointError for a folder that does not hold what it should, ConfigError for settings that
         contradict each other or the checkpoint.
         """
         from tessera.checkpoint.config import context_length
-        from tessera.engine.execution.model_runner import ModelRunner
+        from tessera.engine.execution.model_runner import ModelRunner, load_model
         from tessera.models.registry import read_config
+        from tessera.prompt.prompt import stop_token_ids
+        from tessera.prompt.tokenizer import Tokenizer
 
         checkpoint = read_config(folder)
-        stop_ids: Iterable[int] = checkpoint.eos_token_ids
-        if tokenizer is None:
-            from tessera.prompt.prompt import stop_token_ids
-            from tessera.prompt.tokenizer import Tokenizer
-
-            tokenizer = Tokenizer.from_folder(Path(folder))
-            stop_ids = stop_token_ids(checkpoint, tokenizer)
+        tokenizer = Tokenizer.from_folder(Path(folder))
         max_model_len = context_length(checkpoint.text, config.max_model_len)
-        runner = ModelRunner.from_checkpoint(checkpoint, config, max_model_len)
-        engine = cls(runner, tokenizer, config, max_model_len, stop_ids)
+        runner = ModelRunner.of_model(load_model(checkpoint, config), config, max_model_len)
+        engine = cls(runner, tokenizer, config, max_model_len, stop_token_ids(checkpoint, tokenizer))
         engine._constraints.read_vocabulary()
         return engine
 

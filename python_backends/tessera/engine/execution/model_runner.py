@@ -62,16 +62,8 @@ class ModelRunner:
         self._histories = Histories(max_sequences, weight.device)
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: CheckpointConfig, config: EngineConfig, max_model_len: int) -> ModelRunner:
-        """Builds and fills the text model of a checkpoint and allocates its cache.
-
-        Raises CheckpointError for weights that do not fit, ConfigError for settings that do not.
-        """
-        return cls.of_model(load_model(checkpoint, config), config, max_model_len)
-
-    @classmethod
     def of_model(cls, model: Qwen2, config: EngineConfig, max_model_len: int) -> ModelRunner:
-        """A runner of a filled model, with a cache and graphs as ``config`` asks."""
+        """A runner of a filled model, with a cache and graphs as ``config`` asks. ConfigError for what does not fit."""
         weight = model.embedding.get_buffer("weight")
         heads = model.heads
         block = (config.block_size, heads.kv_heads, heads.head_dim)
@@ -123,11 +115,9 @@ class ModelRunner:
         with torch.inference_mode():
             if batch_sizes:
                 self._graphs = DecodeGraphs(self._model, self._attention, batch_sizes, most_blocks, self._last_sampled)
-                self._graphs.capture()
             if token_counts:
                 limits = len(self._last_sampled), most_blocks
                 self._prompt_graphs = PromptGraphs(self._model, self._attention, token_counts, *limits)
-                self._prompt_graphs.capture()
 
     def cache_salt(self, prompt_length: int) -> int:
         """What keeps apart the keys and values of prompts that begin with the same tokens; usually 0."""

@@ -68,7 +68,7 @@ class _StepGraphs:
 
 
 class DecodeGraphs(_StepGraphs):
-    """Decode steps of up to ``max(sizes)`` sequences of at most ``most_blocks``.
+    """Decode steps of up to ``max(sizes)`` sequences of at most ``most_blocks``, recorded as this is made.
 
     ``last_sampled`` int64 [>= max(sizes)] holds the tokens of the step before, and after a step its own.
     """
@@ -82,9 +82,6 @@ class DecodeGraphs(_StepGraphs):
         self._last_sampled = last_sampled
         self._greedy = GraphPool("decode graphs", sizes, self._run_greedy, self._device)
         self._layers = GraphPool("decode graphs without the choice", sizes, self._run_layers, self._device)
-
-    def capture(self) -> None:
-        """Records the graphs."""
         for graphs in (self._greedy, self._layers):
             graphs.record(self._fill_with_dummies)
 
@@ -145,7 +142,8 @@ _MOST_PRODUCTS = 17e12  # multiplications of a step; from there on the GPU takes
 
 
 class PromptGraphs(_StepGraphs):
-    """Steps of up to ``max(sizes)`` tokens of ``most_sequences``, which hold at most ``most_blocks`` each."""
+    """Steps of up to ``max(sizes)`` tokens of ``most_sequences``, which hold at most ``most_blocks`` each; recorded as
+    this is made."""
 
     def __init__(
         self, model: Qwen2, attention: AttentionBackend, sizes: list[int], most_sequences: int, most_blocks: int
@@ -157,9 +155,6 @@ class PromptGraphs(_StepGraphs):
         self._pieces = attention.static_pieces(most_sequences, most, self._most_blocks)
         self._x = self._hidden.new_zeros((most, model.config.row_size))
         self._graphs = GraphPool("prompt graphs", sizes, self._run, self._device)
-
-    def capture(self) -> None:
-        """Records the graphs."""
         self._graphs.record(self._fill_with_dummies)
 
     def fits(self, packed: PackedBatch) -> bool:
