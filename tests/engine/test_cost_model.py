@@ -8,10 +8,6 @@ from engine_fakes import make_request, run, tiny_engine, tiny_model, tokens_of
 from tessera.engine.scheduling.policies import CostModel
 
 
-def test_where_nothing_was_measured_nothing_costs_anything():
-    assert (CostModel().step_ns(8192), CostModel().tokens_within(10**9)) == (0, 0)
-
-
 def test_between_what_was_measured_times_grow_in_straight_lines_and_beyond_in_proportion():
     costs = CostModel([(1, 400), (64, 500), (256, 900)])
     assert [costs.step_ns(tokens) for tokens in (0.5, 1, 64, 160, 256, 512)] == [200, 400, 500, 700, 900, 1800]

@@ -30,15 +30,45 @@ def serve(engine, *requests):
     return cached
 
 
-def test_two_pictures_of_equal_size_and_prompt_never_share():
-    engine, _ = make_engine()
-    assert serve(engine, picture_prompt(7, "a"), picture_prompt(8, "b")) == [0, 0]
+def text(ids, *pictures):
+    return make_request(ids, "r", pictures, max_tokens=4, ignore_eos=True)
 
 
-def test_same_picture_with_another_question_shares_up_to_the_question():
+LEADING = text([*range(30, 40)] + [0] * 8 + QUESTION, (10, 8, 7))  # words before its picture
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "cached"),
+    [
+        pytest.param({}, [picture_prompt(7, "r"), picture_prompt(8, "r")], [0, 0], id="another picture of its size"),
+        # 18 positions are equal, in blocks of 4.
+        pytest.param({}, [picture_prompt(7, "r"), picture_prompt(7, "r", [21, 22])], [0, 16], id="another question"),
+        pytest.param({"prefix_cache": "exclude"}, [LEADING, LEADING], [0, 8], id="excluded pictures"),
+        pytest.param({"prefix_cache": "exclude"}, [text(range(20))] * 2, [0, 16], id="text beside excluded pictures"),
+        pytest.param({"prefix_cache": "off"}, [text(range(20))] * 2, [0, 0], id="off"),
+        pytest.param(
+            {"salt": lambda length: length if length > 18 else 0},
+            [text(range(length)) for length in (16, 17, 24, 20, 20)],
+            [0, 16, 0, 0, 16],
+            id="salt",
+        ),
+        # The third takes 7 of 12 blocks: the oldest go first.
+        pytest.param(
+            {"num_blocks": 12}, [text([n] * 12 * (1 + n // 3)) for n in (1, 2, 3, 2, 1)], [0, 0, 0, 8, 0], id="evicted"
+        ),
+        # The first leaves 4 blocks to be found and 3 others, and the second takes 6: a prefix goes from its end.
+        pytest.param({"num_blocks": 8}, [text([1] * 16), text([2] * 20), text([1] * 16)], [0, 0, 8], id="evicted end"),
+    ],
+)
+def test_what_is_found_again(settings, asked, cached):
+    assert serve(make_engine(**settings)[0], *asked) == cached
+
+
+def test_failed_step_makes_everything_written_unfindable():
     engine, _ = make_engine()
-    cached = serve(engine, picture_prompt(7, "a"), picture_prompt(7, "b", [21, 22, 23]))
-    assert cached == [0, 16]  # 18 positions are equal, in blocks of 4
+    serve(engine, picture_prompt(7, "a"))
+    engine.fail_all("broken")
+    assert serve(engine, picture_prompt(7, "b")) == [0]
 
 
 def test_answers_are_reused_in_the_next_turn():
@@ -58,40 +88,6 @@ def test_shared_within_one_step():
     assert [(start, end) for _, start, end, _ in runner.batches[0]] == [(0, 23), (20, 23)]
     for name in ("a", "b"):
         assert tokens_of(events, name) == expected_answer(contents_of(picture_prompt(7, name)), 4, ())
-
-
-def test_policy_exclude_stops_at_the_first_picture():
-    engine, _ = make_engine(prefix_cache="exclude")
-    text = [[*range(30, 40)] + [0] * 8 + QUESTION] * 2
-    requests = [make_request(t, str(i), [(10, 8, 7)], max_tokens=4, ignore_eos=True) for i, t in enumerate(text)]
-    assert serve(engine, *requests) == [0, 8]
-    pure = make_request(list(range(20)), "text", max_tokens=4, ignore_eos=True)
-    assert serve(engine, pure, pure) == [0, 16]
-
-
-def test_salt_keeps_prompts_apart():
-    engine, _ = make_engine(salt=lambda length: length if length > 18 else 0)
-    tokens = list(range(24))
-    lengths = [(16, 0), (17, 16), (24, 0), (20, 0), (20, 16)]
-    requests = [make_request(tokens[:n], f"{i}", max_tokens=4, ignore_eos=True) for i, (n, _) in enumerate(lengths)]
-    assert serve(engine, *requests) == [cached for _, cached in lengths]
-
-
-def test_evicted_blocks_are_not_found_and_the_oldest_go_first():
-    engine, _ = make_engine(num_blocks=12)
-    first, second = ([start] * 12 for start in (1, 2))
-    requests = [make_request(ids, str(ids[0]), max_tokens=4, ignore_eos=True) for ids in (first, second)]
-    assert serve(engine, *requests) == [0, 0]
-    other = make_request([3] * 24, "3", max_tokens=4, ignore_eos=True)  # takes 7 of 12 blocks
-    assert serve(engine, other, requests[1], requests[0]) == [0, 8, 0]
-
-
-def test_the_end_of_a_prefix_goes_before_its_beginning():
-    engine, _ = make_engine(num_blocks=8)
-    request = make_request([1] * 16, "1", max_tokens=4, ignore_eos=True)  # leaves 4 findable blocks, 3 others
-    assert serve(engine, request) == [0]
-    other = make_request([2] * 20, "2", max_tokens=4, ignore_eos=True)  # takes 6 blocks
-    assert serve(engine, other, request) == [0, 8]
 
 
 def test_cancel_in_the_middle_of_a_prompt_leaves_nothing_to_reuse():

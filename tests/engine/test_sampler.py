@@ -93,6 +93,13 @@ def test_logprobs_describe_the_model_not_the_sampling():
     assert math.isclose(report.top[0][1], float(LOGITS[1]), abs_tol=1e-5)
 
 
+def test_logprobs_only_where_asked():
+    rows = [row(), row(logprobs=0), row(logprobs=3)]
+    none, own, three = (report for _, report in tokens(LOGITS.repeat(3, 1), rows))
+    assert (none, own.top, len(three.top)) == (None, (), 3)
+    assert own.logprob == three.logprob == pytest.approx(float(LOGITS[1]))
+
+
 @pytest.mark.parametrize(
     ("asked", "plain"),
     [
