@@ -62,8 +62,8 @@ RUN grep -E '^(numpy|opencv-python-headless|protobuf|httpx|tritonclient\[grpc\])
     && pip install --no-cache-dir --disable-pip-version-check -r requirements-client.txt -r requirements-loadtest.txt
 COPY python_backends/tessera_wire/ python_backends/tessera_wire/
 COPY clients/ clients/
-COPY loadtest/locustfile.py loadtest/users.py loadtest/workloads.py loadtest/targets.py \
-    loadtest/open_loop.py loadtest/closed_loop.py loadtest/counting.py loadtest/processes.py loadtest/
+COPY loadtest/locustfile.py loadtest/workloads.py loadtest/targets.py \
+    loadtest/open_loop.py loadtest/closed_loop.py loadtest/counting.py loadtest/
 USER 1000:1000
 EXPOSE 8089
 ENTRYPOINT ["locust", "-f", "loadtest/locustfile.py"]

@@ -9,13 +9,10 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-from processes import in_processes
 
 PATIENCE_S = 500.0
 
@@ -62,40 +59,36 @@ Prepare = Callable[[int, int], AbstractContextManager[Ask]]
 answer. Called in each process before the common start: the place to make pictures and connections."""
 
 
-@dataclass(frozen=True)
-class Share:
-    """One process's part of the load: ``callers`` threads that take the next of the requests left for all processes."""
+def _share(
+    number: int, callers: int, stock: int, prepare: Prepare, start: Any, left: Any
+) -> tuple[float, list[Answered]]:
+    """One process's part of the load: this many threads that take the next of the requests left for all processes.
 
-    number: int
-    callers: int
-    stock: int
-    prepare: Prepare
+    Returns the common start, and the answers of this process.
+    """
+    answers: list[Answered] = []
+    stopped = threading.Event()
 
-    def run(self, start: Any, left: Any) -> tuple[float, list[Answered]]:
-        """The common start, and the answers of this process."""
-        answers: list[Answered] = []
-        stopped = threading.Event()
-
-        def call(ask: Ask) -> None:
-            while not stopped.is_set():
-                with left.get_lock():
-                    if left.value == 0:
-                        return
-                    left.value -= 1
-                began = time.perf_counter()
-                try:
-                    reply = ask()
-                except BaseException:
-                    stopped.set()
-                    raise
-                answers.append(Answered.of(reply, began))
-
-        with self.prepare(self.number, self.stock) as ask, ThreadPoolExecutor(self.callers) as pool:
-            start.wait(PATIENCE_S)
+    def call(ask: Ask) -> None:
+        while not stopped.is_set():
+            with left.get_lock():
+                if left.value == 0:
+                    return
+                left.value -= 1
             began = time.perf_counter()
-            for caller in [pool.submit(call, ask) for _ in range(self.callers)]:
-                caller.result()
-        return began, answers
+            try:
+                reply = ask()
+            except BaseException:
+                stopped.set()
+                raise
+            answers.append(Answered.of(reply, began))
+
+    with prepare(number, stock) as ask, ThreadPoolExecutor(callers) as pool:
+        start.wait(PATIENCE_S)
+        began = time.perf_counter()
+        for caller in [pool.submit(call, ask) for _ in range(callers)]:
+            caller.result()
+    return began, answers
 
 
 def shares(total: int, parts: int) -> list[int]:
@@ -113,13 +106,51 @@ def run(prepare: Prepare, concurrency: int, requests: int, processes: int) -> tu
     context = multiprocessing.get_context("spawn")
     callers = shares(concurrency, min(processes, concurrency))
     start, left = context.Barrier(len(callers)), context.Value("q", requests)
-    # Any process may answer a little more than its share.
-    each = [
-        Share(number, count, -(-requests * count // concurrency) + count, prepare)
-        for number, count in enumerate(callers)
-    ]
-    results = in_processes([(share.run, start, left) for share in each], 1.2 * PATIENCE_S)
+    tasks = []
+    for number, count in enumerate(callers):
+        stock = -(-requests * count // concurrency) + count  # any process may answer a little more than its share
+        tasks.append((_share, number, count, stock, prepare, start, left))
+    results = in_processes(tasks, 1.2 * PATIENCE_S)
     return min(began for began, _ in results), sorted(answer for _, answers in results for answer in answers)
+
+
+_tasks: Sequence[tuple[Any, ...]] = ()
+"""In a process of :func:`in_processes`: the tasks of all of them, for barriers and values are only inherited."""
+
+
+def _inherit(tasks: Sequence[tuple[Any, ...]]) -> None:
+    global _tasks
+    _tasks = tasks
+
+
+def _run_task(number: int) -> Any:
+    function, *arguments = _tasks[number]
+    return function(*arguments)
+
+
+def in_processes(tasks: Sequence[tuple[Any, ...]], timeout: float) -> list[Any]:
+    """Runs each task, a function and its arguments, in a new process, all at once; their results in order.
+
+    No process is left afterwards, whatever happens.
+
+    Raises:
+        RuntimeError: one of them died or failed; says how.
+        TimeoutError: they were not all done after ``timeout`` seconds.
+    """
+    pool = ProcessPoolExecutor(len(tasks), multiprocessing.get_context("spawn"), _inherit, (tasks,))
+    try:
+        running = [pool.submit(_run_task, number) for number in range(len(tasks))]
+        done, waiting = wait(running, timeout, FIRST_EXCEPTION)
+        for each in done:
+            if error := each.exception():
+                raise RuntimeError(f"a process failed: {type(error).__name__}: {error}") from error
+        if waiting:
+            raise TimeoutError(f"{len(waiting)} processes were not done after {timeout:g} s")
+        return [each.result() for each in running]
+    finally:
+        for process in multiprocessing.active_children():
+            process.kill()
+        pool.shutdown()
 
 
 def users_at(shape: str, share: float, most: int) -> int:

@@ -100,20 +100,32 @@ class Taken(NamedTuple):
 
 
 def take(asker: Asker, processes: int, gpus: Sequence[str] = (), metrics: Sequence[str] = (), least: int = 0) -> Taken:
-    """Runs one workload.
+    """Runs one workload as :func:`drive` does, ``least`` steady answers or as many as the rule has."""
+    concurrency = asker.workload.concurrency
+    taken = drive(asker.prepare, concurrency, counting.requests(concurrency, least), processes, gpus, metrics)
+    about = {"seed": asker.seed, "first_picture": first_picture(asker.workload, asker.seed)}
+    return taken._replace(notes=about | taken.notes)
+
+
+def drive(
+    prepare: closed_loop.Prepare,
+    concurrency: int,
+    requests: int,
+    processes: int,
+    gpus: Sequence[str] = (),
+    metrics: Sequence[str] = (),
+) -> Taken:
+    """Runs a closed loop and counts it.
 
     Args:
         processes: of the load.
         gpus: whose watts are read.
         metrics: the servers' metrics pages; without them nothing is noted of how they did.
-        least: steady answers, where the rule would have fewer.
     """
-    concurrency, before = asker.workload.concurrency, [counted(url) for url in metrics]
+    before = [counted(url) for url in metrics]
     with GpuPower(gpus) as power:
-        requests = counting.requests(concurrency, least)
-        began, answers = closed_loop.run(asker.prepare, concurrency, requests, processes)
+        began, answers = closed_loop.run(prepare, concurrency, requests, processes)
     run = counting.count(began, answers, concurrency)
-    notes: dict[str, object] = {"seed": asker.seed, "first_picture": first_picture(asker.workload, asker.seed)}
-    if metrics:
-        notes |= server_notes(before, [counted(url) for url in metrics], answers[-1].ended - began)
+    after = [counted(url) for url in metrics]
+    notes = server_notes(before, after, answers[-1].ended - began) if metrics else {}
     return Taken(run, power.between(run.began, run.ended), notes, counting.steady_part(answers, concurrency))

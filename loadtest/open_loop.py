@@ -18,8 +18,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 import counting
-from closed_loop import Answered
-from processes import in_processes
+from closed_loop import Answered, in_processes
 from targets import Asker
 from workloads import PROMPT, WORKLOADS, Workload
 
@@ -76,35 +75,27 @@ def arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
             due.append(Arrival(at, workload))
 
 
-@dataclass(frozen=True)
-class Part:
-    """One process's part of the load."""
+def send_all(number: int, asker: Asker, arrivals: Sequence[Arrival], start: Any) -> list[Outcome]:
+    """One process's part of the load: sends each request when it is due; what came of them."""
+    pictures = asker.pictures(number, len(arrivals))
+    with asker.connection() as ask, ThreadPoolExecutor(CALLERS) as pool:
+        start.wait(START_S)
+        began = time.perf_counter()
 
-    number: int
-    asker: Asker
-    arrivals: Sequence[Arrival]
+        def send(arrival: Arrival) -> Outcome:
+            workload, due = arrival.workload, began + arrival.at
+            late = time.perf_counter() - due
+            try:
+                answered = Answered.of(ask(pictures.deal(), workload, *workload.prompts), due)
+            except Exception as error:  # of an overloaded server: a figure of this run
+                return Outcome(arrival.at, workload.name, late, None, f"{type(error).__name__}: {error}"[:300])
+            return Outcome(arrival.at, workload.name, late, answered)
 
-    def run(self, start: Any) -> list[Outcome]:
-        """Sends each request when it is due; what came of them."""
-        pictures = self.asker.pictures(self.number, len(self.arrivals))
-        with self.asker.connection() as ask, ThreadPoolExecutor(CALLERS) as pool:
-            start.wait(START_S)
-            began = time.perf_counter()
-
-            def send(arrival: Arrival) -> Outcome:
-                workload, due = arrival.workload, began + arrival.at
-                late = time.perf_counter() - due
-                try:
-                    answered = Answered.of(ask(pictures.deal(), workload, *workload.prompts), due)
-                except Exception as error:  # of an overloaded server: a figure of this run
-                    return Outcome(arrival.at, workload.name, late, None, f"{type(error).__name__}: {error}"[:300])
-                return Outcome(arrival.at, workload.name, late, answered)
-
-            sent = []
-            for arrival in self.arrivals:
-                time.sleep(max(0.0, began + arrival.at - time.perf_counter()))
-                sent.append(pool.submit(send, arrival))
-            return [each.result() for each in sent]
+        sent = []
+        for arrival in arrivals:
+            time.sleep(max(0.0, began + arrival.at - time.perf_counter()))
+            sent.append(pool.submit(send, arrival))
+        return [each.result() for each in sent]
 
 
 def run(asker: Asker, due: Sequence[Arrival], processes: int) -> list[Outcome]:
@@ -112,9 +103,10 @@ def run(asker: Asker, due: Sequence[Arrival], processes: int) -> list[Outcome]:
 
     Raises TimeoutError when it is not over by when the last that was due has had its time.
     """
-    parts = [Part(number, asker, due[number::processes]) for number in range(min(processes, len(due)))]
-    start = multiprocessing.get_context("spawn").Barrier(len(parts))
-    results = in_processes([(part.run, start) for part in parts], due[-1].at + asker.patience_s + START_S)
+    count = min(processes, len(due))
+    start = multiprocessing.get_context("spawn").Barrier(count)
+    tasks = [(send_all, number, asker, due[number::processes], start) for number in range(count)]
+    results = in_processes(tasks, due[-1].at + asker.patience_s + START_S)
     return sorted(outcome for outcomes in results for outcome in outcomes)
 
 

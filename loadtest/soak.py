@@ -11,6 +11,7 @@ own count and by ours.
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import random
 import sys
@@ -20,14 +21,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import figures
 import httpx
+import openai
+import psutil
 from measuring import counted
 from serving import gateway
-from soak_gateway import Door
 from workloads import picture
 
+from tessera.launcher.guard import descendants
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
 from tessera_client import Client, InvalidRequest, Models, Retry
@@ -58,6 +62,54 @@ MIX = {
 LEFT, REFUSED = ("cancelled", "vanished", "gateway left"), ("malformed", "gateway refused")
 ENDS = dict.fromkeys(MIX, "answered") | dict.fromkeys(LEFT, "left") | dict.fromkeys(REFUSED, "refused")
 """How each kind of request must end."""
+
+
+class Door:
+    """A gateway's address and processes, and what is asked of it by OpenAI's client."""
+
+    def __init__(self, address: str, pid: int) -> None:
+        client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", timeout=TIMEOUT_S, max_retries=0)
+        self._create: Callable[..., Any] = client.chat.completions.create
+        names = ["gateway", *(f"gateway's {number}" for number in range(1, 9))]  # its workers, and what counts for them
+        self.processes = dict(zip([pid, *sorted(descendants(pid))], names))
+
+    def ask(self, image: bytes, text: str, **options: Any) -> Any:
+        """The answer, or the stream of its parts."""
+        url = {"url": f"data:image/jpeg;base64,{base64.b64encode(image).decode()}"}
+        content = [{"type": "image_url", "image_url": url}, {"type": "text", "text": text}]
+        return self._create(**{"model": "vlm", "messages": [{"role": "user", "content": content}], **options})
+
+    def _stream(self, image: bytes, text: str, max_tokens: int) -> Any:
+        return self.ask(image, text, max_tokens=max_tokens, extra_body={"ignore_eos": True}, stream=True)
+
+    def streamed(self, image: bytes, text: str, length: int) -> str:
+        """The finish reason of a stream of that many tokens."""
+        *_, reason = (choice.finish_reason for part in self._stream(image, text, length) for choice in part.choices)
+        return str(reason)
+
+    def left(self, image: bytes, text: str) -> None:
+        """Goes away after the first words of a long answer."""
+        with self._stream(image, text, 2000) as parts:
+            if not any(choice.delta.content for part in parts for choice in part.choices):
+                raise AssertionError("the stream had no words")
+
+    def refused(self, image: bytes, text: str, dice: random.Random) -> None:
+        """Sends what must be refused, and by which status."""
+        attempts: list[tuple[int, bytes, dict[str, Any]]] = [
+            (400, image[: len(image) // 2], {}),
+            (400, image, {"extra_body": {"beams": 4}}),
+            (404, image, {"model": "another"}),
+            (431, image, {"extra_headers": {"X-Long": "x" * 20_000}}),
+            (413, b"", {"extra_body": {"messages": [0] * 200_000}}),
+        ]
+        status, sent, options = dice.choice(attempts)
+        try:
+            self.ask(sent, text, **options)
+        except openai.APIStatusError as refusal:
+            if refusal.status_code == status:
+                return
+            raise
+        raise AssertionError(f"what should be refused by {status} was answered")
 
 
 class Traffic:
@@ -173,7 +225,7 @@ class Traffic:
                 raise AssertionError(f"HTTP {response.status_code}: {line[:200]!r}")
 
     def _gateway(self, dice: random.Random, _: Client) -> str:
-        return self._door.whole(self._picture(dice), QUESTION)
+        return str(self._door.ask(self._picture(dice), QUESTION, max_tokens=4).choices[0].finish_reason)
 
     def _gateway_stream(self, dice: random.Random, _: Client) -> str:
         return self._door.streamed(self._picture(dice), TASK, dice.randrange(80, 200))
@@ -231,10 +283,11 @@ class Watch:
 
     def look(self) -> None:
         for pid, name in self._processes.items():
-            rss, pss = memory(pid)
-            self.rss[name].append(rss)
-            self.pss[name].append(pss)
-            self.descriptors[name].append(sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()))
+            process = psutil.Process(pid)
+            memory = process.memory_full_info()
+            self.rss[name].append(memory.rss)
+            self.pss[name].append(memory.pss)
+            self.descriptors[name].append(process.num_fds())
         files = SHARED_MEMORY.glob(f"{self._server.shm_prefix}*")
         self.shared.append(sum(file.stat().st_blocks * 512 for file in files))
 
@@ -242,15 +295,9 @@ class Watch:
         while not self._stop.wait(self._interval):
             try:
                 self.look()
-            except OSError as error:
+            except (OSError, psutil.Error) as error:
                 self.lost = self._server.failure() or f"a process could not be looked at: {error}"
                 return
-
-
-def memory(pid: int) -> tuple[float, float]:
-    """(resident, proportional) memory of a process in bytes."""
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
-    return tuple(int(fields[name].split()[0]) * 1024.0 for name in ("Rss", "Pss"))  # type: ignore[return-value]
 
 
 def ends(values: Sequence[float]) -> tuple[float, float]:
@@ -360,7 +407,7 @@ def main() -> int:
     )
     started = time.monotonic()
     with Server(options) as server, gateway([server.grpc_url], GATEWAY_WORKERS) as (address, pid):
-        door = Door(address, pid, TIMEOUT_S)
+        door = Door(address, pid)
         traffic, watch = Traffic(server, door, arguments.seed), Watch(server, door, arguments.interval)
         faults = soak(server, traffic, watch, 60 * arguments.minutes, arguments.concurrency)
     minutes = (time.monotonic() - started) / 60

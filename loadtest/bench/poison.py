@@ -25,6 +25,7 @@ from typing import Any
 
 import figures
 import httpx
+import openai
 from serving import Setup, gateway, serve
 
 sys.path.insert(0, str(figures.ROOT / "build" / "default_model"))
@@ -79,19 +80,20 @@ Asked = tuple[bytes, str]
 
 def ask_all(address: str, requests: Sequence[Asked]) -> list[tuple[str, str]]:
     """(status and code, text) for each, this many in flight."""
-    http = httpx.Client(base_url=f"http://{address}", timeout=300)
+    client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", timeout=300, max_retries=0)
 
     def ask(request: Asked) -> tuple[str, str]:
         picture, question = request
         url = f"data:image/jpeg;base64,{b64encode(picture).decode()}"
-        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
-        body: dict[str, Any] = {"model": "vlm", "messages": [{"role": "user", "content": content}], "max_tokens": 16}
-        body["tessera"] = {"tile_policy": {"max_tiles": 1}}
-        response = http.post("/v1/chat/completions", json=body)
-        answer = response.json()
-        if response.status_code != 200:
-            return f"{response.status_code} {answer['error']['code']}", answer["error"]["message"]
-        return "200", answer["choices"][0]["message"]["content"]
+        content: Any = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
+        one_tile = {"tessera": {"tile_policy": {"max_tiles": 1}}}
+        try:
+            answer = client.chat.completions.create(
+                model="vlm", messages=[{"role": "user", "content": content}], max_tokens=16, extra_body=one_tile
+            )
+        except openai.APIStatusError as refusal:
+            return f"{refusal.status_code} {refusal.code}", str(refusal)
+        return "200", str(answer.choices[0].message.content)
 
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
         return list(pool.map(ask, requests))

@@ -37,8 +37,8 @@ import counting
 import figures
 import measuring
 from closed_loop import Answered, Ask, Reply
-from gpu_power import Draw, GpuPower
-from serving import Running, add_arguments, serve, setup, setup_notes
+from measuring import Taken, drive
+from serving import add_arguments, serve, setup, setup_notes
 from tqdm import tqdm
 
 from bench.replay_set import ReplaySet, marked
@@ -166,15 +166,9 @@ def token_ms(answer: Answered) -> float:
     return spent / max(1, answer.tokens - 1)
 
 
-def report(
-    load: Load,
-    run: counting.Run,
-    steady: Sequence[Answered],
-    power: Draw | None,
-    name: str,
-    **notes: Any,
-) -> None:
-    """Emits the figures of a run and its ``steady`` pages; ``name`` is what their names begin with."""
+def report(load: Load, taken: Taken, name: str, **notes: Any) -> None:
+    """Emits the figures of a run; ``name`` is what their names begin with."""
+    run, steady = taken.run, taken.steady
     answers = [answer for page in steady for answer in page.made_of]
     asked = [len(page.made_of) for page in steady]
 
@@ -188,40 +182,23 @@ def report(
         "requests_in_flight": load.requests,
         "tokens_a_page": round(fmean(page.tokens for page in steady), 1),
         "crops_a_page": round(fmean(asked) - 1, 1),
+        **taken.notes,
     }
-    emit = partial(figures.emit, **notes)
+
+    def emit(what: str, value: float, unit: str, **more: Any) -> None:
+        figures.emit(f"{name}.{what}", value, unit, **notes, **more)
+
     stages = zip(measuring.stage_names(), zip(*(answer.stages for answer in answers)))
-    emit(f"{name}.pages_s", round(run.requests_s, 3), "pages/s", stages_p50={stage: p50(ms) for stage, ms in stages})
-    emit(f"{name}.whole", round(run.whole_requests_s, 3), "pages/s")
-    emit(f"{name}.req_s", round(run.requests_s * fmean(asked[1:]), 2), "req/s")
-    emit(f"{name}.tok_s", round(run.tokens_s, 1), "tok/s", responses_s=round(run.parts_s, 1))
+    emit("pages_s", round(run.requests_s, 3), "pages/s", stages_p50={stage: p50(ms) for stage, ms in stages})
+    emit("whole", round(run.whole_requests_s, 3), "pages/s")
+    emit("req_s", round(run.requests_s * fmean(asked[1:]), 2), "req/s")
+    emit("tok_s", round(run.tokens_s, 1), "tok/s", responses_s=round(run.parts_s, 1))
     for what, each in (("prefill", first_token_ms), ("decode", token_ms)):
         apart = {f"{what}_p50_ms_of_layouts": p50([each(page.made_of[0]) for page in steady])}
-        emit(f"{name}.{what}_p50_ms", p50([each(answer) for answer in answers]), "ms", **apart)
-    emit(f"{name}.page_p50_s", round(run.p50, 3), "s", p99_s=round(run.p99, 3))
-    if power:
-        power.emit(lambda what, value, unit: emit(f"{name}.{what}", value, unit), run.requests_s, "page")
-
-
-def measure(
-    server: Running,
-    reader: Reader,
-    load: Load,
-    pages: int,
-    processes: int,
-    gpus: Sequence[str],
-    name: str,
-    **notes: Any,
-) -> None:
-    """Runs one load and emits its figures."""
-    before = [measuring.counted(url) for url in server.metrics]
-    with GpuPower(gpus) as power:
-        began, answers = closed_loop.run(reader.prepare, load.pages, pages, processes)
-    after = [measuring.counted(url) for url in server.metrics]
-    run = counting.count(began, answers, load.pages)
-    notes |= measuring.server_notes(before, after, answers[-1].ended - began)
-    steady = counting.steady_part(answers, load.pages)
-    report(load, run, steady, power.between(run.began, run.ended), name, gpus=len(gpus), **notes)
+        emit(f"{what}_p50_ms", p50([each(answer) for answer in answers]), "ms", **apart)
+    emit("page_p50_s", round(run.p50, 3), "s", p99_s=round(run.p99, 3))
+    if taken.power:
+        taken.power.emit(emit, run.requests_s, "page")
 
 
 def main() -> int:
@@ -248,15 +225,14 @@ def main() -> int:
                 # No two loads share pictures, which the server would know by then.
                 own_seed = seed + list(LOADS).index(name)
                 reader = Reader(server.grpc, arguments.set, Path(folder), load, own_seed, arguments.whole)
+                requests = pages_of_a_run(load, count)
+                taken = drive(reader.prepare, load.pages, requests, arguments.processes, asked.gpus, server.metrics)
                 named = [part for part in (arguments.label, name) if part not in ("bf16", "saturated")]
-                measure(
-                    server,
-                    reader,
+                report(
                     load,
-                    pages_of_a_run(load, count),
-                    arguments.processes,
-                    asked.gpus,
+                    taken,
                     ".".join(["docs.replay", *named]),
+                    gpus=len(asked.gpus),
                     seed=own_seed,
                     startup_s=server.startup_s,
                     streamed=not arguments.whole,

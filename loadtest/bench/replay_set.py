@@ -36,16 +36,6 @@ class Page:
     name: str
     requests: tuple[Request, ...]
 
-    @property
-    def tokens(self) -> int:
-        """Of all answers."""
-        return sum(request.tokens for request in self.requests)
-
-    @property
-    def read_tokens(self) -> int:
-        """Of the answers about crops: what is read on the page."""
-        return sum(request.tokens for request in self.requests[1:])
-
 
 @dataclass(frozen=True)
 class Client:
@@ -110,6 +100,19 @@ def marked(encoded: bytes, mark: str) -> bytes:
     return encoded[:-END_OF_PNG] + chunk + encoded[-END_OF_PNG:]
 
 
+def parse(text: str) -> tuple[Client, list[Page]]:
+    """A ``set.json``."""
+    told = json.loads(text)
+    pages = [
+        Page(
+            page["name"],
+            tuple(Request(**each | {"box": each["box"] and tuple(each["box"])}) for each in page["requests"]),
+        )
+        for page in told["pages"]
+    ]
+    return Client(**told["client"] | {"layout_size": tuple(told["client"]["layout_size"])}), pages
+
+
 class ReplaySet:
     """An open file. Raises FileNotFoundError, and ValueError for one that is no such set."""
 
@@ -117,21 +120,14 @@ class ReplaySet:
         self._path = path
         try:
             with zipfile.ZipFile(path) as file:
-                told = json.loads(file.read("set.json"))
+                self.client, self.pages = parse(file.read("set.json").decode())
         except (zipfile.BadZipFile, KeyError) as error:
             raise ValueError(f"{path.name} is no set of pages: {error}") from None
-        client, pages = told["client"], told["pages"]
-        self.client = Client(**client | {"layout_size": tuple(client["layout_size"])})
-        self.pages = [Page(page["name"], tuple(map(_request, page["requests"]))) for page in pages]
 
     def picture(self, number: int) -> Image.Image:
         """A page as it was rendered, RGB."""
         with zipfile.ZipFile(self._path) as file:
             return Image.open(io.BytesIO(file.read(f"{number}.webp"))).convert("RGB")
-
-
-def _request(told: dict[str, Any]) -> Request:
-    return Request(told["kind"], told["tokens"], told["box"] and tuple(told["box"]))
 
 
 def write(path: Path, client: Client, pages: Iterable[tuple[Page, Image.Image]]) -> None:

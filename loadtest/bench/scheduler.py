@@ -18,8 +18,6 @@ import argparse
 import heapq
 import itertools
 import random
-import shlex
-import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -80,8 +78,54 @@ class Question:
 
 
 class Simulation:
-    """A closed loop of ``concurrency`` requests of a ``kind``, this many ``questions`` about each picture, and beside
-    it ``long_callers`` that ask LONG ones; ``mix``: requests a second of open_loop's, for ``seconds``. ``step_time``:
+    """The scheduler itself, in a time that passes from event to event."""
+
+    def __init__(self, seed: int, rules: Rules, max_batched_tokens: int) -> None:
+        self.now = 0.0  # ms
+        self.first_tokens: list[float] = []
+        self._scheduler = Scheduler(BlockManager(400_000, 16), Load(max_batched_tokens, 256, rules))
+        self._random = random.Random(seed)
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._numbers = itertools.count()
+
+    def monotonic_ns(self) -> int:
+        """The scheduler's clock."""
+        return int(self.now * 1e6)
+
+    def run(self, until: float) -> None:
+        raise NotImplementedError
+
+    def _at(self, when: float, act: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._events, (when, next(self._numbers), act, arguments))
+
+    def _advance(self, to: float) -> None:
+        while self._events and self._events[0][0] <= to:
+            at, _, act, arguments = heapq.heappop(self._events)
+            self.now = max(self.now, at)
+            act(*arguments)
+        self.now = max(self.now, to)
+
+    def _random_ids(self, count: int) -> np.ndarray:
+        return np.array([self._random.randrange(1 << 30) for _ in range(count)], np.int32)
+
+    def _sequence(self, ids: np.ndarray, answer: int, cache_limit: int | None = 0, priority: int = 0) -> Sequence:
+        """A request that arrives now, all of whose prompt is to be computed."""
+        sampling = SamplingParameters(max_tokens=answer, ignore_eos=True, priority=priority)
+        spans, digest = np.array([[PICTURE_START, 0]], np.int32), np.zeros(2, np.int64)
+        request = Request("", ids, spans, None, digest, sampling)
+        return Sequence(replace(request, arrival_ns=self.monotonic_ns()), cache_limit=cache_limit)
+
+
+def simulate(simulation: Simulation, seconds: float) -> Any:
+    """The simulation, when it has run for so long by its own clock."""
+    policies.time = simulation  # type: ignore[assignment]
+    simulation.run(1e3 * seconds)
+    return simulation
+
+
+class ClosedLoop(Simulation):
+    """``concurrency`` requests of a ``kind``, this many ``questions`` about each picture, and beside them
+    ``long_callers`` that ask LONG ones; ``mix``: requests a second of open_loop's, for ``seconds``. ``step_time``:
     times that in bf16."""
 
     def __init__(
@@ -98,17 +142,12 @@ class Simulation:
         mix: float = 0.0,
         seconds: float = 0.0,
     ) -> None:
-        self.now = 0.0  # ms
-        self.first_tokens: list[float] = []
+        super().__init__(seed, rules, max_batched_tokens)
         self.spent: dict[str, list[float]] = {}  # by kind, ms from asking to the answer's end
         self.queued: list[float] = []  # from vision to the step that reads the prompt
         self.tokens = self.steps = 0
         self.idle = 0.0  # ms of the GPU
-        self._scheduler = Scheduler(BlockManager(400_000, 16), Load(max_batched_tokens, 256, rules))
-        self._questions, self._random = questions, random.Random(seed)
-        self._step_time, self._hand_over_ms = step_time, hand_over_ms
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._numbers = itertools.count()
+        self._questions, self._step_time, self._hand_over_ms = questions, step_time, hand_over_ms
         self._vision: deque[Question] = deque()  # those that wait there for a forward
         self._forward_ends, self._owed, self._handed_over = 0.0, 0.0, 0.0
         self._asked: dict[Sequence, Question] = {}
@@ -117,10 +156,6 @@ class Simulation:
         for at, workload in open_loop.arrivals(mix, seconds, seed) if mix else ():
             asked = Kind(1, MIX_PROMPTS[workload.name], workload.tokens, workload.name)
             self._at(1e3 * at, self._ask, asked, None, False)
-
-    def monotonic_ns(self) -> int:
-        """The scheduler's clock."""
-        return int(self.now * 1e6)
 
     def run(self, until: float) -> None:
         """Steps, of which one is launched ahead as the engine does it."""
@@ -172,25 +207,12 @@ class Simulation:
                 if question.again:
                     self._ask(question.kind, question)
 
-    def _advance(self, to: float) -> None:
-        while self._events and self._events[0][0] <= to:
-            at, _, act, arguments = heapq.heappop(self._events)
-            self.now = max(self.now, at)
-            act(*arguments)
-        self.now = max(self.now, to)
-
-    def _at(self, when: float, act: Callable[..., None], *arguments: Any) -> None:
-        heapq.heappush(self._events, (when, next(self._numbers), act, arguments))
-
     def _ask(self, kind: Kind, before: Question | None = None, again: bool = True) -> None:
         ids, number = self._random_ids(kind.prompt), 0
         if before and before.number + 1 < self._questions:
             ids[:-OWN_TOKENS], number = before.ids[:-OWN_TOKENS], before.number + 1
         question = Question(ids, kind, number, self.now, again)
         self._at(self.now + PREPROCESS_MS * self._random.uniform(0.7, 1.5), self._arrive, question)
-
-    def _random_ids(self, count: int) -> np.ndarray:
-        return np.array([self._random.randrange(1 << 30) for _ in range(count)], np.int32)
 
     def _arrive(self, question: Question) -> None:
         if question.number:  # its rows are copied behind the forward under way
@@ -220,30 +242,24 @@ class Simulation:
         self._at(self._handed_over, self._submit, question)
 
     def _submit(self, question: Question) -> None:
-        sampling = SamplingParameters(max_tokens=question.kind.answer, ignore_eos=True)
-        spans, digest = np.array([[PICTURE_START, 0]], np.int32), np.zeros(2, np.int64)
-        request = Request("", question.ids, spans, None, digest, sampling)
-        sequence = Sequence(
-            replace(request, arrival_ns=self.monotonic_ns()), cache_limit=None if self._questions > 1 else 0
-        )
+        sequence = self._sequence(question.ids, question.kind.answer, None if self._questions > 1 else 0)
         self._asked[sequence] = question
         self._scheduler.add(sequence)
 
 
-def add_rules(parser: argparse.ArgumentParser) -> None:
+def parsed(parser: argparse.ArgumentParser, seconds: float) -> tuple[argparse.Namespace, Rules, str]:
+    """The options of both programs and the parser's own; the rules; and what a figure's name adds for these where they
+    or the step's size are not the default."""
     rules = [field.name for field in fields(Rules)]
+    parser.add_argument("--seconds", type=float, default=seconds)
     parser.add_argument("--without", nargs="+", default=[], choices=rules, help="rules that are turned off")
     parser.add_argument("--max-batched-tokens", type=int, default=8192)
-
-
-def rules_of(options: argparse.Namespace) -> Rules:
-    return Rules(**dict.fromkeys(options.without, False))
-
-
-def name_of_rules(options: argparse.Namespace) -> str:
-    """What a figure's name adds where rules or the step's size are not the default."""
+    options = parser.parse_args()
+    if options.seconds <= SKIPPED_MS / 1e3:
+        parser.error(f"the first {SKIPPED_MS / 1e3:g} s do not count; give more --seconds")
     size = f".b{options.max_batched_tokens}" * (options.max_batched_tokens != 8192)
-    return size + "".join(f".no_{rule}" for rule in options.without)
+    name = size + "".join(f".no_{rule}" for rule in options.without)
+    return options, Rules(**dict.fromkeys(options.without, False)), name
 
 
 def main() -> int:
@@ -255,28 +271,23 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=1, help="about each picture, one after the other")
     parser.add_argument("--step-time", type=float, default=1.0, help="times that in bf16; in FP8 it is about 0.6")
     parser.add_argument("--hand-over-ms", type=float, default=HAND_OVER_MS, help="from vision to the language model")
-    parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--long-callers", type=int, default=0, help=f"beside the others, of {LONG}")
     parser.add_argument("--mix", type=float, default=0.0, help="requests a second of an open loop, 98 %% short, alone")
-    add_rules(parser)
-    options = parser.parse_args()
-    if options.seconds <= SKIPPED_MS / 1e3:
-        parser.error(f"the first {SKIPPED_MS / 1e3:g} s do not count; give more --seconds")
-    simulation = Simulation(
+    options, rules, of_rules = parsed(parser, 30.0)
+    simulation = ClosedLoop(
         0 if options.mix else options.concurrency,
         Kind(options.tiles, options.prompt, options.answer),
         15 if options.mix else 1,  # as the load's schedule
         options.questions,
         options.step_time,
         options.hand_over_ms,
-        rules_of(options),
+        rules,
         options.max_batched_tokens,
         options.long_callers,
         options.mix,
         options.seconds,
     )
-    policies.time = simulation  # type: ignore[assignment]  # its clock
-    simulation.run(1e3 * options.seconds)
+    simulate(simulation, options.seconds)
     counted = options.seconds - SKIPPED_MS / 1e3
     first, queued = (
         round(counting.percentile(sorted(each), 0.5)) for each in (simulation.first_tokens, simulation.queued)
@@ -284,22 +295,14 @@ def main() -> int:
     name = f"simulated.{options.prompt}to{options.answer}.c{options.concurrency}"
     if options.mix:
         name = f"simulated.mix.r{options.mix:g}"
-    for letter, what in (
-        ("l", "long_callers"),
-        ("t", "tiles"),
-        ("q", "questions"),
-        ("s", "step_time"),
-        ("h", "hand_over_ms"),
-    ):
+    letters = {"l": "long_callers", "t": "tiles", "q": "questions", "s": "step_time", "h": "hand_over_ms"}
+    for letter, what in letters.items():
         if (given := getattr(options, what)) != parser.get_default(what):
             name += f".{letter}{given:g}"
-    name += name_of_rules(options)
-    command = f'make bench NAME=scheduler ARGS="{shlex.join(sys.argv[1:])}"'
     figures.emit(
-        f"{name}.tok_s",
+        f"{name}{of_rules}.tok_s",
         round(simulation.tokens / counted),
         "tok/s",
-        command,
         req_s=round(sum(map(len, simulation.spent.values())) / counted, 1),
         ttft_p50_ms=first,
         queued_p50_ms=queued,

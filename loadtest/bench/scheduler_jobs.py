@@ -13,27 +13,19 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import itertools
-import random
-import shlex
-import sys
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import counting
 import figures
-import numpy as np
 
-from bench.engine import PICTURE_START
-from bench.scheduler import FORWARD_TILES, SKIPPED_MS, TILE_MS, add_rules, name_of_rules, rules_of, step_ms
-from tessera.engine.scheduling import policies
-from tessera.engine.scheduling.block_manager import BlockManager
-from tessera.engine.scheduling.policies import EVERY_RULE, Load, Rules
-from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
-from tessera.engine.sequence import Request, Sequence
-from tessera.prompt.sampling import SamplingParameters, rank
+from bench import scheduler
+from bench.scheduler import FORWARD_TILES, SKIPPED_MS, TILE_MS, parsed, simulate, step_ms
+from tessera.engine.scheduling.policies import EVERY_RULE, Rules
+from tessera.engine.scheduling.scheduler import ScheduledBatch
+from tessera.engine.sequence import Sequence
+from tessera.prompt.sampling import rank
 from tessera.vision.scheduler import MOST
 
 CONCURRENCY, PROMPT, ANSWER, JOB_PRIORITY = 256, 316, 4, 10  # W1
@@ -65,17 +57,13 @@ class Work:
     of: Any = field(default=None)
 
 
-class Simulation:
+class Simulation(scheduler.Simulation):
     """W1 in a closed loop, and this many questions a second beside it."""
 
     def __init__(self, questions_s: float, seed: int, rules: Rules, max_batched_tokens: int) -> None:
-        self.now = 0.0  # ms
+        super().__init__(seed, rules, max_batched_tokens)
         self.answered: list[float] = []  # ms from the job's requests to their answers' ends
-        self.first_tokens: list[float] = []  # of the questions
-        self._scheduler = Scheduler(BlockManager(400_000, 16), Load(max_batched_tokens, 256, rules))
-        self._random, self._rate = random.Random(seed), questions_s
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._numbers = itertools.count()
+        self._rate = questions_s
         self._vision: list[tuple[int, int, Asked]] = []  # a heap
         self._taken: deque[Asked] = deque()  # by the encoder
         self._forward: Work | None = None
@@ -88,10 +76,6 @@ class Simulation:
             self._at(self._random.uniform(0, 1000), self._ask, JOB_PRIORITY)
         if questions_s:
             self._at(0.0, self._question)
-
-    def monotonic_ns(self) -> int:
-        """The scheduler's clock."""
-        return int(self.now * 1e6)
 
     def run(self, until: float) -> None:
         """Steps as engine.py does."""
@@ -156,12 +140,7 @@ class Simulation:
             for work in (self._beside, self._forward):
                 if work and not work.left:
                     self._hand_over(work)
-            while self._events and self._events[0][0] <= self.now:
-                _, _, act, arguments = heapq.heappop(self._events)
-                act(*arguments)
-
-    def _at(self, when: float, act: Callable[..., None], *arguments: Any) -> None:
-        heapq.heappush(self._events, (when, next(self._numbers), act, arguments))
+            self._advance(self.now)
 
     def _question(self) -> None:
         self._ask(0)
@@ -211,11 +190,7 @@ class Simulation:
         self._at(self.now + FORWARD_GAP_MS, self._begin_forward)
 
     def _submit(self, asked: Asked) -> None:
-        sampling = SamplingParameters(max_tokens=ANSWER, ignore_eos=True, priority=asked.priority)
-        ids = np.array([self._random.randrange(1 << 30) for _ in range(PROMPT)], np.int32)
-        spans, digest = np.array([[PICTURE_START, 0]], np.int32), np.zeros(2, np.int64)
-        request = replace(Request("", ids, spans, None, digest, sampling), arrival_ns=self.monotonic_ns())
-        sequence = Sequence(request, cache_limit=0)
+        sequence = self._sequence(self._random_ids(PROMPT), ANSWER, priority=asked.priority)
         self._asked[sequence] = asked
         self._arrived.append(sequence)
 
@@ -227,22 +202,15 @@ def _of_question(forward: Work) -> bool:
 def simulated(
     questions_s: float, seconds: float, rules: Rules = EVERY_RULE, max_batched_tokens: int = 8192
 ) -> Simulation:
-    simulation = Simulation(questions_s, 1, rules, max_batched_tokens)
-    policies.time = simulation  # type: ignore[assignment]  # its clock
-    simulation.run(1e3 * seconds)
-    return simulation
+    return simulate(Simulation(questions_s, 1, rules, max_batched_tokens), seconds)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=2.0, help="questions a second")
-    parser.add_argument("--seconds", type=float, default=300.0)
-    add_rules(parser)
-    options = parser.parse_args()
-    if options.seconds <= SKIPPED_MS / 1e3:
-        parser.error(f"the first {SKIPPED_MS / 1e3:g} s do not count; give more --seconds")
-    given = rules_of(options), options.max_batched_tokens
-    alone, beside = simulated(0.0, options.seconds, *given), simulated(options.rate, options.seconds, *given)
+    options, rules, of_rules = parsed(parser, 300.0)
+    given = options.seconds, rules, options.max_batched_tokens
+    alone, beside = simulated(0.0, *given), simulated(options.rate, *given)
     waited = sorted(beside.first_tokens)
     p50, p99 = (round(counting.percentile(waited, part), 1) for part in (0.5, 0.99))
     median, slowest = (counting.percentile(sorted(alone.answered), part) for part in (0.5, 0.99))
@@ -252,13 +220,10 @@ def main() -> int:
         "beside_req_s": round(len(beside.answered) / counted, 2),
         "alone_p99_over_p50": round(slowest / median, 3),
     }
-    command = f'make bench NAME=scheduler_jobs ARGS="{shlex.join(sys.argv[1:])}"'
-    name = (
-        "simulated.jobs" + f".r{options.rate:g}" * (options.rate != parser.get_default("rate")) + name_of_rules(options)
-    )
-    figures.emit(f"{name}.ttft_p50_ms", p50, "ms", command, ttft_p99_ms=p99, questions=len(waited))
+    name = "simulated.jobs" + f".r{options.rate:g}" * (options.rate != parser.get_default("rate")) + of_rules
+    figures.emit(f"{name}.ttft_p50_ms", p50, "ms", ttft_p99_ms=p99, questions=len(waited))
     loss = 1 - len(beside.answered) / len(alone.answered)
-    figures.emit(f"{name}.loss_pct", round(100 * loss, 2), "%", command, **rates)
+    figures.emit(f"{name}.loss_pct", round(100 * loss, 2), "%", **rates)
     return 0
 
 

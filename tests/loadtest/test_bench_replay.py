@@ -15,6 +15,7 @@ from bench.replay import LOADS, Load
 from bench.replay_set import Page, Request
 from closed_loop import Answered
 from gpu_power import Draw
+from measuring import Taken
 from PIL import Image
 from tiny_qwen2_vl import write_model
 
@@ -67,9 +68,8 @@ def test_the_figures_of_a_run(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> N
     load = Load("t", 4, 16)
     answers = [page_answer(100 + 0.5 * turn) for turn in range(1, counting.requests(4) + 1)]
     run = counting.count(100.0, answers, 4)
-    bench_replay.report(
-        load, run, counting.steady_part(answers, 4), Draw(700.0, 1500.4, 61.0, 0.98), "docs.replay", seed=3
-    )
+    taken = Taken(run, Draw(700.0, 1500.4, 61.0, 0.98), {}, counting.steady_part(answers, 4))
+    bench_replay.report(load, taken, "docs.replay", seed=3)
     found = {line["metric"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
     assert {name.removeprefix("docs.replay."): (line["value"], line["unit"]) for name, line in found.items()} == {
         "pages_s": (2.0, "pages/s"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import time
 from contextlib import contextmanager
 from typing import Any
 
 import closed_loop
 import pytest
-from closed_loop import SECONDS, Reply, users_at
+from closed_loop import SECONDS, Reply, in_processes, users_at
 
 
 class Together:
@@ -51,11 +53,6 @@ def test_exactly_so_many_are_in_flight_until_the_last_are_begun(concurrency, pro
     assert {(answer.first_token, answer.tokens) for answer in answers} == {(None, 4)}
 
 
-@pytest.mark.parametrize(("total", "parts", "each"), [(10, 4, [3, 3, 2, 2]), (256, 6, [43, 43, 43, 43, 42, 42])])
-def test_callers_are_shared_out_exactly(total, parts, each):
-    assert closed_loop.shares(total, parts) == each
-
-
 class Failing:
     @contextmanager
     def prepare(self, number: int, stock: int):
@@ -68,6 +65,18 @@ class Failing:
 def test_a_failed_request_ends_the_run_and_is_named():
     with pytest.raises(RuntimeError, match="ConnectionError: no server here"):
         closed_loop.run(Failing().prepare, 4, 40, 2)
+
+
+@pytest.mark.parametrize(
+    ("task", "timeout", "error", "why"),
+    [
+        ((os._exit, 3), 60, RuntimeError, "terminated abruptly"),
+        ((time.sleep, 600), 0.5, TimeoutError, "not done after 0.5 s"),
+    ],
+)
+def test_no_process_stays_behind(task, timeout, error, why):
+    with pytest.raises(error, match=why):
+        in_processes([task, (time.sleep, 600)], timeout)
     assert multiprocessing.active_children() == []
 
 
@@ -91,6 +100,5 @@ def test_users_by_the_share_of_the_run(shape: str, expected: list[int]) -> None:
     assert [users_at(shape, share, MOST) for share in SHARES] == expected
 
 
-def test_there_is_always_a_user_and_never_more_than_said() -> None:
+def test_there_is_always_a_user() -> None:
     assert {users_at(shape, share, 1) for shape in SECONDS for share in SHARES} == {1}
-    assert all(SECONDS[shape] for shape in ("ramp", "spike", "soak"))  # whose users go by a share of something

@@ -49,8 +49,8 @@ class Slow(Asker):
 def test_a_requests_time_counts_from_when_it_was_due(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(open_loop, "CALLERS", 1)
     due = [Arrival(0.0, SHORT[3]), Arrival(0.0, SHORT[0]), Arrival(0.0, LONG_ANSWER), Arrival(0.0, LONG_PROMPT)]
-    part = open_loop.Part(0, Slow([], Workload("small", 32, 32, tokens=1, concurrency=1), 7), due)
-    outcomes = part.run(SimpleNamespace(wait=lambda seconds: None))
+    slow = Slow([], Workload("small", 32, 32, tokens=1, concurrency=1), 7)
+    outcomes = open_loop.send_all(0, slow, due, SimpleNamespace(wait=lambda seconds: None))
     # All but the first were sent late, for the ones before them held up the only thread: that is in their time.
     assert all(outcome.late >= 0.05 * place for place, outcome in enumerate(outcomes))
     answered = [outcome.answered for outcome in outcomes]

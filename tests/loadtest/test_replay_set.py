@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import io
+import json
+import tarfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from bench.replay_set import Client, Page, ReplaySet, Request, marked, png, write
+from bench import replay_pages
+from bench.replay_set import Client, Page, ReplaySet, Request, marked, parse, png
+from documents.document_reader import write_drawn_pdf
 from mineru_vl_utils.mineru_client import MinerUClientHelper
 from PIL import Image
 
 from tessera_documents import TesseraVlmClient, mineru_client
+from tessera_documents.sources import open_document
 
 CLIENT = Client("2.0.7", "Be kind.", {"[default]": {"prompt": "\nRead:", "sampling": {"top_k": 1}}}, (84, 56), 28, 50)
 BOXES = [(100, 50, 900, 150), (0, 0, 1000, 1000), (333, 100, 336, 900), (10, 500, 990, 502), (1, 1, 3, 3)]
@@ -41,17 +47,48 @@ def test_a_pages_picture_is_the_clients_own(helper: MinerUClientHelper) -> None:
     assert CLIENT.picture(page(), Request("[layout]", 9)) == helper.prepare_for_layout(page())
 
 
-def test_a_set_is_read_as_it_was_written(tmp_path: Path) -> None:
-    pages = [Page("a.pdf 1", (Request("[default]", 30), Request("[default]", 7, (1, 2, 3, 4)))), Page("a.pdf 2", ())]
-    pictures = [page(), page((31, 20))]
-    write(tmp_path / "set.zip", CLIENT, zip(pages, pictures))
+def test_a_set_is_made_of_the_packages_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that are recorded, as `tessera parse` renders them; the same bytes each time."""
+    pdf = write_drawn_pdf(
+        tmp_path / "two.pdf", ["BT /F 10 Tf 60 700 Td (One) Tj ET", "BT /F 10 Tf 60 600 Td (Two) Tj ET"]
+    )
+    with tarfile.open(tmp_path / "a-1.tar.gz", "w:gz") as package:
+        package.add(pdf, "a-1/tests/two.pdf")
+    name = "a-1.tar.gz/a-1/tests/two.pdf"
+    pages = [
+        Page(f"{name} 2", (Request("[default]", 30), Request("[default]", 7, (1, 2, 3, 4)))),
+        Page(f"{name} 1", ()),
+    ]
+    recorded = {"client": asdict(CLIENT), "pages": [asdict(page) for page in pages]}
+    (tmp_path / "recorded.json").write_text(json.dumps(recorded))
+    monkeypatch.setattr(replay_pages, "RECORDED", tmp_path / "recorded.json")
+    for out in ("set.zip", "again.zip"):
+        monkeypatch.setattr("sys.argv", ["replay_pages", str(tmp_path), "-o", str(tmp_path / out)])
+        assert replay_pages.main() == 0 and capsys.readouterr().out.startswith("2 pages, ")
     read = ReplaySet(tmp_path / "set.zip")
     assert (read.client, read.pages) == (CLIENT, pages)
-    assert [png(read.picture(number)) for number in range(2)] == [png(picture) for picture in pictures]
-    assert (pages[0].tokens, pages[0].read_tokens) == (37, 7)
-    again = tmp_path / "again.zip"
-    write(again, CLIENT, zip(pages, pictures))
-    assert again.read_bytes() == (tmp_path / "set.zip").read_bytes()
+    document = open_document(pdf)
+    assert [png(read.picture(number)) for number in (1, 0)] == [png(document.render(page, 200)) for page in (0, 1)]
+    assert (tmp_path / "again.zip").read_bytes() == (tmp_path / "set.zip").read_bytes()
+    (tmp_path / "a-1.tar.gz").unlink()
+    with pytest.raises(SystemExit, match=r"has no a-1\.tar\.gz"):
+        replay_pages.main()
+
+
+def test_what_is_recorded_is_what_the_client_would_ask() -> None:
+    client, pages = parse(replay_pages.RECORDED.read_text())
+    with TesseraVlmClient() as vlm:
+        helper = mineru_client(vlm).helper
+        assert client.system == vlm.system_prompt
+        for kind, told in client.kinds.items():
+            options = vlm.options(helper.sampling_params[kind])
+            assert told["prompt"] == helper.prompts[kind]
+            assert told["sampling"] == {name: value for name, value in options.items() if value is not None}
+    assert client.layout_size == helper.layout_image_size
+    assert (client.min_edge, client.max_ratio) == (helper.min_image_edge, helper.max_image_edge_ratio)
+    assert len(pages) == 104 and sum(len(page.requests) - 1 for page in pages) == 1643
 
 
 def test_marks_change_bytes_and_no_pixel() -> None:
