@@ -147,11 +147,9 @@ class AsyncClient(BaseClient[Coroutine[Any, Any, Answer], AsyncStream]):
             for item in items:
                 waiting.append(asyncio.ensure_future(work(item)))
                 while len(waiting) >= 4 * concurrency or (waiting and waiting[0].done()):
-                    await asyncio.wait([waiting[0]])
-                    yield given_out(waiting.popleft().result(), errors)
+                    yield given_out(await waiting.popleft(), errors)
             while waiting:
-                await asyncio.wait([waiting[0]])
-                yield given_out(waiting.popleft().result(), errors)
+                yield given_out(await waiting.popleft(), errors)
         finally:
             for task in waiting:
                 task.cancel()

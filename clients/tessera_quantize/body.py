@@ -24,8 +24,7 @@ from tessera.linear.scheme import Linear
 from tessera.linear.unquantized import Unquantized
 from tessera.models.registry import model_class
 from tessera.models.text.qwen2 import LayerNames
-from tessera_quantize.calibrated import InputStatistics
-from tessera_quantize.rounding import rounded_rows
+from tessera_quantize.methods import InputStatistics, rounded_rows
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _BLOCK = 16

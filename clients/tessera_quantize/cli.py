@@ -17,7 +17,7 @@ from tessera.errors import TesseraError
 from tessera_evaluation.datasets import evenly, folder_items
 from tessera_evaluation.plan import parse_policy
 from tessera_quantize import report
-from tessera_quantize.layer import METHODS, Recipe
+from tessera_quantize.methods import METHODS, Recipe
 from tessera_quantize.run import Job, finish, run
 from tessera_wire.command_line import Parser
 from tessera_wire.errors import InvalidRequest

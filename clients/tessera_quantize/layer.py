@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from tessera.errors import CheckpointError
+from tessera_quantize import methods
 from tessera_quantize.body import INPUTS, Body, layer_modules
-from tessera_quantize.calibrated import InputStatistics, clipped_grid, gptq, output_error, search_scales
-from tessera_quantize.compressed import dequantized, stored_tensors
-from tessera_quantize.rounding import Fp8Weight, Int4Weight, fit_grid, round_to, to_fp8
+from tessera_quantize.checkpoint import dequantized, stored_tensors
 from tessera_quantize.samples import Sample
-
-METHODS = ("awq", "gptq", "rtn", "fp8")
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """``symmetric``: no zeros, the grid's middle is 0. ``pictures``: calibrated on pictures, not on words alone."""
-
-    method: str
-    group_size: int = 128
-    symmetric: bool = False
-    pictures: bool = True
 
 
 class LayerQuantizer:
     """Layer ``index`` of ``body``, calibrated on ``samples``, the layer's own inputs."""
 
-    def __init__(self, body: Body, index: int, recipe: Recipe, samples: Sequence[Sample]) -> None:
+    def __init__(self, body: Body, index: int, recipe: methods.Recipe, samples: Sequence[Sample]) -> None:
         self._body = body
         self._recipe = recipe
         self._sequences = [(sample.hidden, sample.positions, sample.weights) for sample in samples]
@@ -60,23 +46,26 @@ class LayerQuantizer:
                 made = stored_tensors(self._quantized(module, inputs), self._recipe.symmetric)
                 self._weights[module] = dequantized(made).to(weight)
                 result |= {f"{module}.{leaf}": tensor for leaf, tensor in made.items()}
-                size = output_error(weight, inputs.hessian)
-                errors[module] = output_error(self._weights[module] - weight, inputs.hessian) / size if size else 0.0
+                difference = self._weights[module] - weight
+                size, lost = (methods.output_error(each, inputs.hessian) for each in (weight, difference))
+                errors[module] = lost / size if size else 0.0
         taken = {f"{module}.weight" for module in self._weights}
         return result | {name: each for name, each in self._stored.items() if name not in taken}, errors
 
     def _load(self) -> None:
         self._body.load(self._stored | {f"{name}.weight": weight for name, weight in self._weights.items()})
 
-    def _quantized(self, module: str, inputs: InputStatistics) -> Int4Weight | Fp8Weight:
+    def _quantized(self, module: str, inputs: methods.InputStatistics) -> methods.Int4Weight | methods.Fp8Weight:
         weight, recipe = self._weights[module], self._recipe
         dtype = self._stored[f"{module}.weight"].dtype
         if recipe.method == "fp8":
-            return to_fp8(weight, dtype)
-        clipped = recipe.method == "awq" and module not in self._modules.unclipped
+            return methods.to_fp8(weight, dtype)
         form = (recipe.group_size, recipe.symmetric, dtype)
-        grid = clipped_grid(weight, inputs, *form) if clipped else fit_grid(weight, *form)
-        return gptq(weight, inputs, grid, dtype) if recipe.method == "gptq" else round_to(grid, weight, dtype)
+        if recipe.method == "gptq":
+            return methods.gptq(weight, inputs, methods.fit_grid(weight, *form), dtype)
+        clipped = recipe.method == "awq" and module not in self._modules.unclipped
+        grid = methods.clipped_grid(weight, inputs, *form) if clipped else methods.fit_grid(weight, *form)
+        return methods.round_to(grid, weight, dtype)
 
     def _fold_scales(self) -> None:
         """AWQ's scales of every linear layer that has something before it to take them; the layer computes the same."""
@@ -89,7 +78,7 @@ class LayerQuantizer:
                 continue
             dtype = self._stored[f"{members[0]}.weight"].dtype
             weights = [self._weights[module] for module in members]
-            scales = search_scales(weights, inputs, self._recipe.group_size, self._recipe.symmetric, dtype)
+            scales = methods.search_scales(weights, inputs, self._recipe.group_size, self._recipe.symmetric, dtype)
             scales = self._into_norm(norm, scales) if norm else self._into_factor(str(factor), scales)
             for module in members:
                 self._weights[module] = self._weights[module] * scales

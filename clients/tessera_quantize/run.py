@@ -24,8 +24,8 @@ from tessera.settings.user_cache import write_whole
 from tessera_evaluation.datasets import Item
 from tessera_quantize import checkpoint, samples
 from tessera_quantize.body import Body
-from tessera_quantize.compressed import dequantized
-from tessera_quantize.layer import LayerQuantizer, Recipe
+from tessera_quantize.layer import LayerQuantizer
+from tessera_quantize.methods import Recipe
 from tessera_quantize.samples import Chain, Sample
 
 #: (what it is about, how many steps) -> a context that gives what to call after each step
@@ -211,7 +211,7 @@ def _plain(body: Body, index: int, stored: dict[str, torch.Tensor]) -> dict[str,
     for name in body.tensors(index):
         module, leaf = body.stored_name(index, name).rpartition(".")[::2]
         leaves = {key.rpartition(".")[2]: each for key, each in stored.items() if key.rpartition(".")[0] == module}
-        plain[name] = dequantized(leaves) if leaf == "weight" and "weight_scale" in leaves else leaves[leaf]
+        plain[name] = checkpoint.dequantized(leaves) if leaf == "weight" and "weight_scale" in leaves else leaves[leaf]
     return plain
 
 

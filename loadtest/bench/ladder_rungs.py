@@ -18,7 +18,7 @@ from serving import DEFAULT_CHECKPOINT, Setup
 from workloads import WORKLOADS, Workload
 
 from tessera_evaluation.plan import parse_policy
-from tessera_quantize.compressed import quantization_config
+from tessera_quantize.checkpoint import quantization_config
 
 SHAPE = ROOT / "loadtest" / "shapes" / "internvl3-8b-shape"
 OLD_STAGE = ROOT / "loadtest" / "bench" / "ladder_stage.py"

@@ -21,6 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from tessera_wire.connection import Connection
@@ -63,7 +64,7 @@ class Line:
         outputs: Iterable[str] = (),
         priority: int = 0,
         lease: str = "",
-    ) -> Callable[[], None]:
+    ) -> Callable[[], Any]:
         """Starts a request for ``outputs`` (all of them if empty); the server gives it ``timeout`` seconds.
 
         ``priority``: lower goes first. ``lease``: what is cancelled with the request, by its name, at every stage; on
@@ -80,19 +81,17 @@ class Line:
             if self._call is None or not self._call.send(request_id, message, deliver):
                 self._call = _Call(self.connection, self._language_model if self._leased else None)
                 self._call.send(request_id, message, deliver)
-                self._call.start()
-            call = self._call
-        return lambda: call.forget(request_id)
+                self._call.reader.start()  # where nobody listens it ends before another could be sent
+            return partial(self._call.listeners.pop, request_id, None)
 
-    def cancel(self, name: str, deliver: Deliver = lambda item: None) -> Callable[[], None]:
+    def cancel(self, name: str, deliver: Deliver = lambda item: None) -> Callable[[], Any]:
         """Tells the language model to stop working on the request of this id, or on those that name this lease (a
         running ensemble notices nothing itself)."""
         return self.send(self._language_model, uuid.uuid4().hex, [_cancelling(name)], deliver)
 
     def close(self, seconds: float) -> None:
         """Cancels what is under way on the server, then lets the call end in order, for up to ``seconds``."""
-        call = self._call
-        for request_id in call.waiting() if call else ():
+        for request_id in list(self._call.listeners) if self._call else ():
             self.cancel(request_id)
         with self._lock:
             self._closed = True
@@ -114,15 +113,11 @@ class _Call:
         self._lease, self._release = uuid.uuid4().hex, uuid.uuid4().hex  # the ids of its begin and its end
         self._released = threading.Event()  # the lease has ended, or was never held
         self._responses: Any = None
-        self._listeners: dict[str, Deliver] = {}
+        self.listeners: dict[str, Deliver] = {}  # of the requests under way, by their ids
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of `_open` and of what may be sent only while it holds
         self._open = True
-        self._reader = threading.Thread(target=self._read, name="tessera-line", daemon=True)
-
-    def start(self) -> None:
-        """Begins the call, once it has a request: where nobody listens it ends before another could be sent."""
-        self._reader.start()
+        self.reader = threading.Thread(target=self._read, name="tessera-line", daemon=True)
 
     def send(self, request_id: str, message: Any, deliver: Deliver) -> bool:
         """Puts a request on the call; False if it has ended meanwhile."""
@@ -130,27 +125,20 @@ class _Call:
             if self._open:
                 if self._leases is not None:
                     message.parameters[LEASE].string_param = f"{self._lease} {request_id}"
-                self._listeners[request_id] = deliver
+                self.listeners[request_id] = deliver
                 self._outgoing.put(message)
             return self._open
-
-    def forget(self, request_id: str) -> None:
-        self._listeners.pop(request_id, None)
-
-    def waiting(self) -> list[str]:
-        """The ids of the requests under way."""
-        return list(self._listeners)
 
     def close(self, seconds: float) -> None:
         """Takes no new request, waits for those on it, then lets the server end it."""
         with self._lock:
             self._open = False
         deadline = time.monotonic() + seconds
-        while self._listeners and time.monotonic() < deadline:
+        while self.listeners and time.monotonic() < deadline:
             time.sleep(0.005)
-        if not self._listeners:  # else the channel's end cancels the call, with our direction still open
+        if not self.listeners:  # else the channel's end cancels the call, with our direction still open
             self._outgoing.put(None)
-            self._reader.join(seconds)
+            self.reader.join(seconds)
         self._fail(Cancelled("the client was closed"))
 
     def _requests(self) -> Iterator[Any]:
@@ -177,7 +165,7 @@ class _Call:
                 message = self._outgoing.get(timeout=IDLE_SECONDS)
             except queue.Empty:
                 with self._lock:
-                    if self._listeners or not self._outgoing.empty():
+                    if self.listeners or not self._outgoing.empty():
                         continue
                     self._open = False
                 return
@@ -209,18 +197,17 @@ class _Call:
         if result.id == self._release and failed:  # by a server that stops, and waits for the lease
             self._responses.cancel()
             return
-        deliver = self._listeners.get(result.id)
+        deliver = self.listeners.get(result.id)
         if deliver is None:
             return
         if not failed and result.outputs:
             deliver(result)
         if failed or result.parameters["triton_final_response"].bool_param:
-            self._listeners.pop(result.id, None)
+            self.listeners.pop(result.id, None)
             deliver(from_server(response.error_message) if failed else None)
 
     def _fail(self, error: TesseraClientError) -> None:
         """Ends all that wait."""
-        for request_id in self.waiting():
-            deliver = self._listeners.pop(request_id, None)
-            if deliver is not None:
+        for request_id in list(self.listeners):
+            if deliver := self.listeners.pop(request_id, None):
                 deliver(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,39 +23,25 @@ ROWS, BATCH, WORKERS = 300, 10, 2
 
 
 class Echo(Service):
-    """Answers with the question, and knows who asked."""
+    """Answers with the question, and knows who asked; with ``kills``, it kills one of two workers on the way."""
 
-    def __init__(self) -> None:
+    def __init__(self, kills: bool = False) -> None:
         self.lock = threading.Condition()
         self.asked: list[str] = []
-        self.peers: defaultdict[str, int] = defaultdict(int)
+        self.peers: set[str] = set()
+        self.kills = kills
 
     def answer(self, question: str, request_id: str, peer: str) -> str:
         with self.lock:
             self.asked.append(question)
-            self.peers[peer] += 1
+            self.peers.add(peer)
             self.lock.notify_all()
+            if self.kills:
+                assert self.lock.wait_for(lambda: len(self.peers) == WORKERS, timeout=100)
+            if self.kills and len(self.asked) > ROWS // 4:
+                self.kills = False
+                psutil.Process(process_of(peer)).kill()
         return f"answer to {question}"
-
-
-class Holding(Echo):
-    """Says nothing more after ``first`` questions until it is let go."""
-
-    def __init__(self, first: int) -> None:
-        super().__init__()
-        self.first = first
-        self.held: set[str] = set()
-        self.go_on = threading.Event()
-
-    def answer(self, question: str, request_id: str, peer: str) -> str:
-        answer = super().answer(question, request_id, peer)
-        with self.lock:
-            if len(self.asked) > self.first and not self.go_on.is_set():
-                self.held.add(peer)
-                self.lock.notify_all()
-        if peer in self.held:
-            self.go_on.wait()
-        return answer
 
 
 class Refusing(Echo):
@@ -140,34 +125,14 @@ def check(rows: list[dict[str, Any]]) -> None:
 
 
 def test_a_worker_that_is_killed_loses_and_doubles_no_row(ray: Any, tmp_path: Path) -> None:
-    service = Holding(first=ROWS // 4)
+    service = Echo(kills=True)
     server, url = serve(service)
-    killed: list[int] = []
-
-    def kill() -> None:
-        """One of two workers, when either waits for an answer."""
-        try:
-            with service.lock:
-                assert service.lock.wait_for(lambda: len(service.held) == WORKERS, timeout=100)
-            victim = psutil.Process(process_of(min(service.held)))
-            victim.kill()
-            victim.wait(10)
-            killed.append(victim.pid)
-        finally:
-            service.go_on.set()
-
-    killer = threading.Thread(target=kill)
-    killer.start()
     try:
-        rows = job(ray, url, tmp_path)
-        killer.join()
-        assert killed
-        check(rows)
+        check(job(ray, url, tmp_path))
         good = ROWS - ROWS // 10
         assert len(set(service.asked)) == good < len(service.asked)  # what the dead one had under way was asked again
         assert len(service.peers) == WORKERS + 1  # the third is its successor
     finally:
-        service.go_on.set()
         server.stop(0)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import toy_model
 
@@ -16,7 +15,6 @@ from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
 from tessera_client import (
     Answer,
-    AsyncClient,
     Cancelled,
     Client,
     DeadlineExceeded,
@@ -24,6 +22,7 @@ from tessera_client import (
     Models,
     Retry,
     ServerError,
+    TesseraClientError,
     Unavailable,
 )
 
@@ -82,11 +81,14 @@ def test_all_inputs_arrive_and_all_outputs_come_back(client: Client) -> None:
 
 
 def test_streams(client: Client) -> None:
-    with client.stream(b"jpeg", "a b c") as stream:
+    with client.stream(b"jpeg", "a b c", max_tokens=2) as stream:
         assert [delta.text for delta in stream][:3] == ["a ", "b ", "c "]
         assert stream.answer().usage.completion_tokens == 4
-        as_sent = [8] if client.url.startswith("http") else [4]  # a generate endpoint takes base64
-        assert seen(stream.answer())["sizes"] == as_sent
+    about, over_http = seen(stream.answer()), client.url.startswith("http")
+    assert about["sizes"] == [8 if over_http else 4]  # a generate endpoint takes base64
+    # ... and has no other place for a deadline.
+    assert 19e6 < (about["sampling"].pop("timeout_us") if over_http else about["timeout"]) <= 20e6
+    assert about["sampling"] == {"max_tokens": 2}
 
 
 def test_errors_by_their_kind(client: Client) -> None:
@@ -125,38 +127,25 @@ def test_leaving_early_and_deadlines_reach_the_language_model(client: Client, re
     assert client.ask(None, "still here").text.startswith("still here")
 
 
-def test_many_at_once_with_failures_among_them(client: Client) -> None:
-    questions = [f"fail INVALID_ARG wrong {i}" if i % 7 == 3 else f"q{i}" for i in range(300)]
-    results = list(client.ask_many(((b"jpeg", q) for q in questions), concurrency=16, errors="return"))
-    for question, result in zip(questions, results, strict=True):
-        if question.startswith("fail"):
-            assert isinstance(result, InvalidRequest) and question.endswith(result.message)
-        else:
-            assert result.text.startswith(f"{question} ")
-
-
-def test_asyncio_twin(url: str, repository: Path) -> None:
-    async def run() -> None:
-        async with AsyncClient(url, retry=Retry(attempts=1)) as client:
-            before = len(cancelled(repository))
-            assert await client.ready()
-            async with client.stream(b"jpeg", "a b") as stream:
-                assert [delta.text async for delta in stream][:2] == ["a ", "b "]
-            async with client.stream(None, "slow a b c") as stream:
-                await stream.__anext__()
-            assert len(cancelled(repository)) == before + 1
-            items = [(b"jpeg", f"q{i}") for i in range(60)]
-            texts = [answer.text async for answer in client.ask_many(items, concurrency=8)]
-            assert [text.split()[0] for text in texts] == [question for _, question in items]
-
-    asyncio.run(run())
-
-
-def test_an_idle_client_does_not_hold_the_server_back(server: Server) -> None:
-    """The last of the module's tests: its server ends here."""
-    with Client(server.grpc_url) as client:
+def test_closing_the_client_ends_what_runs(url: str, repository: Path) -> None:
+    before = len(cancelled(repository))
+    client = Client(url)
+    stream = client.stream(None, "slow a b c")
+    next(stream)
+    client.close()
+    client.close()
+    assert len(cancelled(repository)) == before + 1
+    if url.startswith("http"):  # over gRPC what comes in time is waited for
+        with pytest.raises(Cancelled, match="closed"):
+            stream.answer()
+    with pytest.raises(TesseraClientError, match="closed"):
         client.ask(None, "q")
-        time.sleep(1.3)  # the line closes itself after a second
-        started = time.monotonic()
-        server.stop()
-        assert time.monotonic() - started < 4.5  # at its exit timeout, 5 s, it would have been killed
+
+
+def test_http_connections_are_reused(server: Server) -> None:
+    port = int(server.http_url.rpartition(":")[2])
+    with Client(server.http_url) as client:
+        for i in range(5):
+            assert client.ask(None, f"q{i}").text and client.stream(None, f"a {i}").answer().text
+        opened = [each for each in psutil.Process().net_connections("tcp") if each.raddr and each.raddr.port == port]
+        assert [each.status for each in opened] == ["ESTABLISHED"]

@@ -33,14 +33,6 @@ def base_images() -> list[str]:
     return re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
 
 
-def test_the_services_are_those_promised():
-    assert set(SERVICES) == {"server", "server-gpu", "server-tensorrt", "plan", "prometheus", "grafana", "locust"}
-    assert "profiles" not in SERVICES["server"]
-    assert SERVICES["server-gpu"]["profiles"] == ["gpu"]
-    assert SERVICES["server-tensorrt"]["profiles"] == ["tensorrt"]
-    assert SERVICES["locust"]["profiles"] == ["load"]
-
-
 @every_service
 def test_a_service_is_pinned_confined_and_limited(name):
     service = SERVICES[name]
@@ -100,7 +92,7 @@ def test_the_gpu_server_is_the_path_that_was_measured():
     service = SERVICES["server-gpu"]
     options = cli.parse(service["command"])[0]
     assert options.settings == {"device": "cuda"} and not options.model_config_name and not options.extra_flags
-    assert options.mps and not options.only
+    assert options.mps and not options.only and service["profiles"] == ["gpu"] and "profiles" not in SERVICES["server"]
     assert "depends_on" not in service
     # Triton's kernels are shared objects in there.
     (tmp,) = service["tmpfs"]
@@ -108,22 +100,15 @@ def test_the_gpu_server_is_the_path_that_was_measured():
     assert re.search(r"TRITON_CACHE_DIR=/tmp/", DOCKERFILE)
 
 
-def test_the_plan_is_an_option_of_its_own():
+def test_the_plan_is_built_first_and_where_the_server_looks_for_it():
     from tessera.launcher import cli
 
-    options = cli.parse(SERVICES["server-tensorrt"]["command"])[0]
-    assert options.model_config_name == "tensorrt" and options.extra_flags == ("--cache-config=local,size=1073741824",)
-    assert {name for name, service in SERVICES.items() if "tensorrt" in service.get("profiles", ())} == {
-        "server-tensorrt",
-        "plan",
-    }
-
-
-def test_the_plan_is_built_first_and_where_the_server_looks_for_it():
     plan, server = SERVICES["plan"], SERVICES["server-tensorrt"]
+    options = cli.parse(server["command"])[0]
+    assert options.model_config_name == "tensorrt" and options.extra_flags == ("--cache-config=local,size=1073741824",)
     assert server["depends_on"] == {"plan": {"condition": "service_completed_successfully"}}
     assert plan["deploy"] == server["deploy"]
-    assert plan["restart"] == "no" and plan["profiles"] == ["tensorrt"]
+    assert plan["restart"] == "no" and plan["profiles"] == server["profiles"] == ["tensorrt"]
     folder = plan["volumes"][0].partition(":")[2]
     assert server["volumes"] == [f"plan:{folder}:ro"]
     assert f"ln -s {folder}/model.plan model_repository/vision_encoder/1/model.plan" in DOCKERFILE

@@ -52,10 +52,3 @@ def test_ids_are_unique_and_panels_do_not_overlap():
         assert not cells & taken, panel["title"]
         assert box["x"] + box["w"] <= 24
         taken |= cells
-
-
-def test_brackets_of_the_expressions_balance():
-    for panel in PANELS:
-        for target in panel["targets"]:
-            for opening, closing in ("()", "[]", "{}"):
-                assert target["expr"].count(opening) == target["expr"].count(closing), panel["title"]

@@ -10,15 +10,16 @@ from typing import Any
 
 
 @contextmanager
-def serving(page: Callable[[], tuple[int, bytes]]) -> Iterator[int]:
-    """Its port; ``page`` is asked each time for the status and the body."""
+def serving(page: Callable[[], tuple[Any, ...]]) -> Iterator[int]:
+    """Its port; ``page`` is asked each time for the status, the body, and headers if it has more."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status, body = page()
+            status, body, *more = page()
             self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
+            for name, value in {"Content-Length": str(len(body)), **dict(*more)}.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,14 @@ import numpy as np
 import tiny_checkpoints
 import torch
 
+from tessera.engine.engine import Engine
+from tessera.engine.sequence import Request, SamplingParameters
+from tessera.settings.stages import EngineConfig
 from tessera_evaluation.datasets import folder_items
-from tessera_quantize import compressed
-from tessera_quantize.layer import Recipe
-from tessera_quantize.rounding import Fp8Weight, Int4Weight, fit_grid, round_to
-from tessera_quantize.run import Job
+from tessera_quantize import checkpoint as written
+from tessera_quantize import report
+from tessera_quantize.methods import Fp8Weight, Int4Weight, Recipe, fit_grid, round_to
+from tessera_quantize.run import Job, finish, run
 from tessera_quantize.samples import Sample
 
 QUESTIONS = ("What is this?", "Is it red?", "How many are there?", "Is there a lamp?", "Where?", "What colour?")
@@ -50,6 +53,29 @@ def job(source: Path, out: Path, pictures: Path, method: str = "awq", **changes:
     return Job(source, out, recipe, items[:4], items[4:], **{"policies": (), "compare": False} | changes)
 
 
+def made(job: Job) -> Path:
+    """The folder that a run wrote, its report in it."""
+    torch.set_num_threads(1)
+    rows = run(job, quiet)
+    report.write(job.work / job.recipe.method / "checkpoint" / "quantization", job, rows)
+    finish(job)
+    return job.out
+
+
+def greedy(folder: Path, prompts: Sequence[tuple[Any, ...]], tokens: int, positions: Any = None) -> list[list[int]]:
+    """The engine's tokens for each prompt, given as the arguments of a Request."""
+    engine = Engine.from_checkpoint(folder, EngineConfig(max_model_len=128))
+    sampling = SamplingParameters(max_tokens=tokens, ignore_eos=True)
+    requests = [Request("r", *prompt, sampling, positions=positions) for prompt in prompts]
+    answers: dict[int, list[int]] = {request.number: [] for request in requests}
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work():
+        for number, token, _ in engine.step().tokens:
+            answers[number].append(token)
+    return list(answers.values())
+
+
 @contextmanager
 def quiet(what: str, steps: int) -> Iterator[Any]:
     yield lambda: None
@@ -67,4 +93,4 @@ def rtn(weight: torch.Tensor, group_size: int, symmetric: bool, dtype: torch.dty
 
 def dequantized(made: Int4Weight | Fp8Weight) -> torch.Tensor:
     """What is read of what is stored."""
-    return compressed.dequantized(compressed.stored_tensors(made, symmetric=False))
+    return written.dequantized(written.stored_tensors(made, symmetric=False))

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import quantize_fakes
 import torch
-from safetensors.torch import load_file
 
 from tessera.checkpoint.weights import SafetensorsFolder
 from tessera.errors import CheckpointError, ConfigError
 from tessera.models.registry import read_config
 from tessera.models.tower import stored_in_fp8
-from tessera_quantize import report
 from tessera_quantize.body import Body
-from tessera_quantize.compressed import dequantized
-from tessera_quantize.layer import LayerQuantizer, Recipe
+from tessera_quantize.checkpoint import dequantized
+from tessera_quantize.layer import LayerQuantizer
+from tessera_quantize.methods import Recipe
 from tessera_quantize.run import Job, finish, run
 from tessera_quantize.samples import row_weights
 
@@ -32,11 +31,7 @@ def pictures(tmp_path_factory) -> Path:
 
 
 def made(job: Job) -> SafetensorsFolder:
-    torch.set_num_threads(1)
-    rows = run(job, quantize_fakes.quiet)
-    report.write(job.work / job.recipe.method / "checkpoint" / "quantization", job, rows)
-    finish(job)
-    return SafetensorsFolder(job.out)
+    return SafetensorsFolder(quantize_fakes.made(job))
 
 
 def weights(folder: SafetensorsFolder) -> dict[str, torch.Tensor]:
@@ -73,22 +68,15 @@ def test_each_linear_layer_of_the_body_is_quantized_and_nothing_else(tmp_path, p
             assert torch.equal(tensor, before[name])
     config = json.loads((folder.folder / "config.json").read_text())["quantization_config"]
     assert config["format"] == ("float-quantized" if method == "fp8" else "pack-quantized")
-    assert not {name.removeprefix("model.") for name in config["ignore"]} & quantized
+    ignore, native = set(config["ignore"]), body.startswith("native")
+    assert len(ignore) == len(config["ignore"]) and not {name.removeprefix("model.") for name in ignore} & quantized
+    head = "lm_head" if native else f"language_model.{'output' if 'internlm2' in body else 'lm_head'}"
+    layer = "model.vision_tower.encoder.layer.1.attention.q_proj", "vision_model.encoder.layers.1.attn.qkv"
+    projector = "model.multi_modal_projector.linear_1", "mlp1.1"
+    assert {layer[not native], projector[not native], head} <= ignore
+    assert not any("embed" in name or "norm" in name for name in ignore)
     assert (folder.folder / "quantization" / "report.md").is_file()
     assert not quantize_fakes.job(source, folder.folder, pictures).work.exists()
-
-
-def test_the_ignore_list_names_every_other_linear_module(tmp_path, pictures):
-    for body, tower, head in (
-        ("native qwen2", "model.vision_tower.encoder.layer.1.attention.q_proj", "lm_head"),
-        ("chat internlm2", "vision_model.encoder.layers.1.attn.qkv", "language_model.output"),
-    ):
-        source = quantize_fakes.checkpoint(tmp_path / body, body)
-        folder = made(quantize_fakes.job(source, tmp_path / body / "out", pictures, "rtn"))
-        ignore = json.loads((folder.folder / "config.json").read_text())["quantization_config"]["ignore"]
-        assert {tower, head} <= set(ignore) and len(ignore) == len(set(ignore))
-        projector = "model.multi_modal_projector.linear_1" if "native" in body else "mlp1.1"
-        assert projector in ignore and not any("embed" in name or "norm" in name for name in ignore)
 
 
 @pytest.mark.parametrize("shape", [{}, {"text_kv_heads": 4}])
@@ -129,39 +117,24 @@ def test_the_vision_tower_in_fp8(tmp_path, pictures):
     assert not set(config["config_groups"]["group_1"]["targets"]) & set(config["ignore"])
 
 
-KILLED = """
-    import os, signal, sys
-    from contextlib import contextmanager
-    from pathlib import Path
-    import torch
-    import quantize_fakes
-    from tessera_quantize.run import run
+@contextmanager
+def killed(what: str, steps: int) -> Iterator[Any]:
+    """Ends the run behind the second layer."""
+    done = count(1)
 
-    torch.set_num_threads(1)
-    done = 0
+    def advance() -> None:
+        if what == "layers: awq" and next(done) == 2:
+            raise KeyboardInterrupt
 
-    @contextmanager
-    def progress(what, steps):
-        def advance():
-            global done
-            done += what.startswith("layers: awq")
-            if done == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-        yield advance
-
-    run(quantize_fakes.job(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), "awq"), progress)
-"""
+    yield advance
 
 
 def test_a_killed_run_goes_on_and_ends_in_the_same_bits(tmp_path, pictures):
     source = quantize_fakes.checkpoint(tmp_path, "native qwen2", text_layers=3)
     whole = made(quantize_fakes.job(source, tmp_path / "whole", pictures))
-    arguments = [str(source), str(tmp_path / "out"), str(pictures)]
-    killed = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLED), *arguments], env={"PYTHONPATH": ":".join(sys.path)}
-    )
-    assert killed.returncode == -signal.SIGKILL
     job = quantize_fakes.job(source, tmp_path / "out", pictures)
+    with pytest.raises(KeyboardInterrupt):
+        run(job, killed)
     left = sorted(job.work.glob("awq/*.safetensors"))
     assert [path.name for path in left] == ["layer-000.safetensors", "layer-001.safetensors"]
     times = [path.stat().st_mtime_ns for path in left]
@@ -192,19 +165,3 @@ def test_pictures_and_words_count_half_each():
     assert found[[0, 1, 6, 8, 9]].tolist() == pytest.approx([0.1] * 5)
     assert row_weights(12, [range(2, 10)])[[0, 2]].tolist() == pytest.approx([1 / 8, 1 / 16])
     assert row_weights(4, []).tolist() == pytest.approx([0.25] * 4)
-
-
-def test_the_report_shows_every_row(tmp_path, pictures):
-    source = quantize_fakes.checkpoint(tmp_path, "native llama")
-    made(quantize_fakes.job(source, tmp_path / "out", pictures, "gptq", compare=True))
-    page = (tmp_path / "out" / "quantization" / "report.md").read_text()
-    figures = json.loads((tmp_path / "out" / "quantization" / "report.json").read_text())
-    assert [row["name"] for row in figures["rows"]] == ["original", "gptq", "rtn", "gptq, words alone"]
-    original, gptq, rtn, words = figures["rows"]
-    assert original["kl"] == 0 and gptq["kl"] > 0 and original["bytes"] > gptq["bytes"]
-    assert all(layer[name] < rtn["errors"][0][name] for layer in gptq["errors"][:1] for name in layer)
-    assert gptq["errors"] != words["errors"]
-    assert all(f"| {row['name']} |" in page for row in figures["rows"])
-    assert (tmp_path / "out" / "quantization" / "errors.svg").read_text().count("<polyline") == 3
-    stored = load_file(tmp_path / "out" / "model-00002-of-00003.safetensors")
-    assert "language_model.model.layers.0.self_attn.q_proj.weight_packed" in stored

@@ -13,13 +13,9 @@ import torch
 from safetensors.torch import load_file
 from tiny_qwen2_vl import LEAST, MOST, as_saved_by_4_52, picture, reference_processor, write_model
 
-from tessera.engine.engine import Engine
-from tessera.engine.sequence import Request, SamplingParameters
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
-from tessera.settings.stages import EngineConfig
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.pictures import VisionItem
-from tessera_quantize.run import finish, run
 
 TOKENS = 8
 TOWER = {f"model.visual.blocks.0.{name}" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
@@ -36,13 +32,8 @@ def answers(folder: Path) -> tuple[list[int], list[int], int]:
     (rows,) = VisionEncoder.from_checkpoint(folder).encode(
         [VisionItem(prepared.pixels, prepared.plan, prepared.digest)]
     )
-    engine = Engine.from_checkpoint(folder, EngineConfig(max_model_len=128))
     prompt = prepared.input_ids, prepared.spans, rows, prepared.digest
-    sampling = SamplingParameters(max_tokens=TOKENS, ignore_eos=True)
-    engine.submit(Request("r", *prompt, sampling, positions=prepared.positions))
-    ours: list[int] = []
-    while engine.has_work():
-        ours += [token for _, token, _ in engine.step().tokens]
+    (ours,) = quantize_fakes.greedy(folder, [prompt], TOKENS, prepared.positions)
 
     model, told = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     for module in model.model.visual.modules():
@@ -73,25 +64,22 @@ def answers(folder: Path) -> tuple[list[int], list[int], int]:
 def test_transformers_says_the_same_of_a_picture(
     tmp_path: Path, method: str, changes: dict[str, Any], tied: bool, saved: str
 ) -> None:
-    torch.set_num_threads(1)
     source = tmp_path / "source"
     write_model(source, tied=tied, min_pixels=LEAST, max_pixels=MOST)
     if saved == "4.52":
         as_saved_by_4_52(source)
     pictures = quantize_fakes.labelled_folder(tmp_path / "pictures")
-    job = quantize_fakes.job(source, tmp_path / "out", pictures, method, **changes)
-    run(job, quantize_fakes.quiet)
-    finish(job)
-    config = json.loads((job.out / "config.json").read_text())["quantization_config"]
+    out = quantize_fakes.made(quantize_fakes.job(source, tmp_path / "out", pictures, method, **changes))
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
     others = MERGER if "vision_fp8" in changes else TOWER | MERGER
     assert set(config["ignore"]) == others | {"lm_head"}
     if "vision_fp8" in changes and method != "fp8":
         assert set(config["config_groups"]["group_1"]["targets"]) == TOWER
-    stored = {name for file in job.out.glob("*.safetensors") for name in load_file(file)}
+    stored = {name for file in out.glob("*.safetensors") for name in load_file(file)}
     scaled = {name.removesuffix("_scale") for name in stored if name.endswith("weight_scale")}
     before = set(load_file(source / "model.safetensors"))
     assert scaled <= before and len(scaled) == 2 * 7 + 4 * ("vision_fp8" in changes)
     assert stored - scaled - {name for name in stored if "_proj.weight_" in name or name.endswith("_scale")} <= before
 
-    ours, theirs, missed = answers(job.out)
+    ours, theirs, missed = answers(out)
     assert ours == theirs and len(set(ours)) > 1 and missed == 0

@@ -150,16 +150,14 @@ class PooledTransport:
 
     def plan(self, request: Request, timeout: float | None) -> tuple[PicturePlan, ...]:
         server = self._pool.pick()
-        error: BaseException | None = None
         try:
             plans = self._transports[server].plan(request, timeout)
-            self._pool.answered(server)
-            return plans
-        except BaseException as failure:
-            error = failure
-            raise
-        finally:
+        except BaseException as error:
             self._pool.end(server, error)
+            raise
+        self._pool.answered(server)
+        self._pool.end(server)
+        return plans
 
     def served(self) -> ServedModel:
         """What all of them serve; raises for the first that does not answer, and where they differ."""
