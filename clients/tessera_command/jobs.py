@@ -11,7 +11,6 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tessera_client.retry import Retry
 from tessera_command.terminal import command, labels, positive, progress, sampling
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ def _parse(options: argparse.Namespace) -> int:
         print(f"tessera parse: {error}", file=sys.stderr)
         return 1
     quiet()
-    asking = {"timeout": options.timeout, "retry": Retry.patient(options.patience), "max_tokens": options.max_tokens}
+    asking = {"timeout": options.timeout, "max_tokens": options.max_tokens}
     names = ("dpi", "concurrency", "priority", "pages", "password", "force", "patience")
     flight = {name: getattr(options, name) for name in names}
     with TesseraVlmClient(options.url, **asking) as vlm, progress("parsing") as advance:

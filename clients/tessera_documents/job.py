@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from tessera_documents.edges import clear_of_letters
 from tessera_documents.results import OutputFolder, PageFiles
 from tessera_documents.sources import BadDocument, Document, PageRanges, Source, digest, find, open_document
 from tessera_documents.vlm_client import TesseraVlmClient, known_page, mineru_client
-from tessera_jobs.asker import Asker, OneModel, OtherModel, described, for_each
-from tessera_wire.errors import ConnectionFailed, InvalidRequest, Unavailable
+from tessera_jobs.asker import Asker, Away, OneModel, described, for_each
+from tessera_wire.errors import InvalidRequest
 
 REQUESTS_PER_PAGE = 4  # that are under way, over a page's life: its layout alone, then a dozen crops at once
 
@@ -40,17 +40,6 @@ class Tally:
     first_error: str = ""
     first_warning: str = ""
     seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class _Open:
-    """A document under way, of which these ``pages`` are read."""
-
-    source: Source
-    files: PageFiles
-    pages: Sequence[int]
-    left: int
-    failed: dict[int, str] = field(default_factory=dict)
 
 
 class _Threads(ThreadPoolExecutor):
@@ -98,11 +87,15 @@ class Job:
         return asyncio.run(self._run())
 
     async def _run(self) -> Tally:
-        await Asker(self.vlm.impatient, self.patience).begin(self.notice)
-        self.vlm.model = OneModel(self.vlm.impatient)
-        self._served = await self.vlm.model.begin()
-        with closing(OutputFolder(self.out)) as self._output:
-            return await self._read()
+        model = OneModel(self.vlm.impatient)
+        self.vlm.asker = Asker(self.vlm.impatient, self.patience, model=model)
+        try:
+            await self.vlm.asker.begin(self.notice)
+            self._served = await model.begin()
+            with closing(OutputFolder(self.out)) as self._output:
+                return await self._read()
+        except Away as away:
+            raise away.error from away
 
     async def _read(self) -> Tally:
         self._started = time.monotonic()
@@ -135,7 +128,7 @@ class Job:
                 raise BadDocument(f"it has {count} pages, and none of --pages")
         except (BadDocument, OSError) as error:
             self._total += 1
-            self._fail(source, None, str(error))
+            self._fail(source.path, None, str(error))
             return False
         self._total += len(pages)
         if not self.force and (self.out / source.folder).is_dir():
@@ -146,7 +139,7 @@ class Job:
     def _files(self, source: Source) -> PageFiles:
         """Raises OSError and BadDocument."""
         made_from = {"digest": digest(source.path), "dpi": self.dpi, "max_tokens": self.vlm.max_tokens}
-        return PageFiles(self.out / source.folder, made_from, self._served.checkpoint)
+        return PageFiles(source.path, self.out / source.folder, made_from, self._served.checkpoint)
 
     def _hold_against(self, models: Counter[str | None]) -> None:
         """Raises InvalidRequest where another model has read some of the pages."""
@@ -167,68 +160,64 @@ class Job:
             remedy = "serve MinerU2.5, or the small one that comes with Tessera: tessera serve --default documents"
             raise InvalidRequest(f"{words} on a page of text", remedy)
 
-    async def _pages(self, sources: Sequence[Source]) -> AsyncGenerator[tuple[_Open, int, Image.Image], None]:
+    async def _pages(self, sources: Sequence[Source]) -> AsyncGenerator[tuple[PageFiles, int, Image.Image], None]:
         """Every page that is not complete, rendered."""
         for source in sources:
             try:
                 files = await asyncio.to_thread(self._files, source)
                 document: Document = await self._in_order(open_document, source.path, self.password)
             except (BadDocument, OSError) as error:  # it could be opened a while ago
-                self._fail(source, None, str(error))
+                self._fail(source.path, None, str(error))
                 continue
             try:
                 wanted = self._ranges.of(document.pages)
-                await asyncio.to_thread(files.keep, document.pages)
-                missing = await asyncio.to_thread(files.missing, wanted, not self.force)
-                under_way = _Open(source, files, wanted, len(missing))
+                missing = await asyncio.to_thread(files.take_up, wanted, document.pages, not self.force)
                 self.tally.kept += len(wanted) - len(missing)
                 self._report()
                 if not missing:
-                    await asyncio.to_thread(files.join, {}, wanted)
+                    await asyncio.to_thread(files.join)
                 for page in missing:
                     try:
                         image = await self._in_order(document.render, page, self.dpi)
                     except Exception as error:  # PDFium's, Pillow's or a decoder's
-                        await self._end(under_way, page, f"cannot be rendered: {error or type(error).__name__}")
+                        await self._end(files, page, f"cannot be rendered: {error or type(error).__name__}")
                     else:
-                        yield under_way, page, image
+                        yield files, page, image
             finally:
                 await self._in_order(document.close)
 
-    async def _work(self, rendered: tuple[_Open, int, Image.Image]) -> None:
-        under_way, page, image = rendered
+    async def _work(self, rendered: tuple[PageFiles, int, Image.Image]) -> None:
+        files, page, image = rendered
         warnings: list[str] = []
         try:
             with logger.contextualize(warnings=warnings):
                 layout = await self._reader.aio_layout_detect(image, self.priority, self._slots)
                 await asyncio.to_thread(clear_of_letters, image, layout)
                 blocks = await self._reader.aio_extract_with_layout(image, layout, self.priority, self._slots)
-        except (ConnectionFailed, Unavailable, OtherModel):
+        except Away:
             raise
         except Exception as error:  # the server's refusal, or a fault of MinerU's on odd answers
-            await self._end(under_way, page, str(error) or type(error).__name__)
+            await self._end(files, page, str(error) or type(error).__name__)
             return
-        self._output.check()
-        await asyncio.to_thread(under_way.files.write, page, image, blocks, warnings)
+        self._output.check(self.out)
+        await asyncio.to_thread(files.write, page, image, blocks, warnings)
         self.tally.made += 1
         if warnings:
             self.tally.warned += 1
-            self.tally.first_warning = self.tally.first_warning or _line(under_way.source, page, warnings[0])
-        await self._end(under_way, page)
+            self.tally.first_warning = self.tally.first_warning or _line(files.source, page, warnings[0])
+        await self._end(files, page)
 
-    async def _end(self, under_way: _Open, page: int, error: str = "") -> None:
+    async def _end(self, files: PageFiles, page: int, error: str = "") -> None:
         if error:
-            under_way.failed[page] = error
-            self._fail(under_way.source, page, error)
+            self._fail(files.source, page, error)
         self._report()
-        under_way.left -= 1
-        if not under_way.left:
-            await asyncio.to_thread(under_way.files.join, under_way.failed, under_way.pages)
+        if files.end(page, bool(error)):
+            await asyncio.to_thread(files.join)
 
-    def _fail(self, source: Source, page: int | None, error: str) -> None:
-        self._output.add_error(source.path, page, " ".join(error.split()))
+    def _fail(self, file: Path, page: int | None, error: str) -> None:
+        self._output.add_error(file, page, " ".join(error.split()))
         self.tally.failed += 1
-        self.tally.first_error = self.tally.first_error or _line(source, page, error)
+        self.tally.first_error = self.tally.first_error or _line(file, page, error)
 
     def _report(self) -> None:
         tally = self.tally
@@ -247,8 +236,8 @@ def _pages_of(path: Path, password: str | None) -> int:
     return document.pages
 
 
-def _line(source: Source, page: int | None, words: str) -> str:
-    where = str(source.path) if page is None else f"{source.path}, page {page + 1}"
+def _line(file: Path, page: int | None, words: str) -> str:
+    where = str(file) if page is None else f"{file}, page {page + 1}"
     return f"{where}: {' '.join(words.split())}"
 
 

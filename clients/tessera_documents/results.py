@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 from mineru_vl_utils.post_process import json2md
 from PIL import Image, ImageDraw, ImageFont
 
-from tessera_jobs.journal import lock
+from tessera_jobs.journal import Locked, replaced
 
 HEADINGS = {"doc_title": "# ", "title": "# ", "paragraph_title": "## "}
 FIGURES = ("image", "chart")
@@ -32,22 +31,17 @@ BYTES_OF_NAMES = "surrogateescape"  # a file's name need not be UTF-8, and is wr
 Blocks = Sequence[Mapping[str, Any]]
 
 
-class OutputFolder:
-    """Where all results go, and no other run's meanwhile. Raises OSError, and InvalidRequest where there is one.
+class OutputFolder(Locked):
+    """Where all results go, and no other run's meanwhile.
 
     ``errors.jsonl`` in it has a row for each page or file that failed in this run; without one there is no file.
     """
 
     def __init__(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        self._path, self._errors = path / ".lock", path / "errors.jsonl"
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)  # it stays: a run that waits may have it open
-        try:
-            lock(self._file, path)
-            self._errors.unlink(missing_ok=True)
-        except BaseException:
-            self.close()
-            raise
+        super().__init__(path / ".lock", path)  # it stays: a run that waits may have it open
+        self._errors = path / "errors.jsonl"
+        self._errors.unlink(missing_ok=True)
 
     def add_error(self, file: Path, page: int | None, error: str) -> None:
         """``page`` from 0; None: the whole file."""
@@ -55,31 +49,18 @@ class OutputFolder:
         with open(self._errors, "a", encoding="utf-8", errors=BYTES_OF_NAMES) as rows:
             rows.write(json.dumps(row, ensure_ascii=False) + "\n")
 
-    def check(self) -> None:
-        """Raises OSError where the folder was removed or replaced meanwhile."""
-        try:
-            same = os.path.samestat(os.stat(self._path), os.fstat(self._file))
-        except FileNotFoundError:
-            same = False
-        if not same:
-            raise OSError(f"{self._path.parent} was removed or replaced while this run was writing there")
-
-    def close(self) -> None:
-        """Lets other runs have it."""
-        os.close(self._file)
-
 
 class PageFiles:
-    """The results of one document, in ``folder``.
+    """The results of one document, ``source``, in ``folder``. Pages count from 0.
 
     ``made_from``: what a page's results depend on, but for ``checkpoint``, the model's digest. Results of anything else
     are not taken for this document's.
     """
 
-    def __init__(self, folder: Path, made_from: Mapping[str, Any], checkpoint: str) -> None:
-        self.folder = folder
-        self._made_from = dict(made_from)
-        self._checkpoint = checkpoint
+    def __init__(self, source: Path, folder: Path, made_from: Mapping[str, Any], checkpoint: str) -> None:
+        self.source, self.folder = source, folder
+        self._made_from, self._checkpoint = dict(made_from), checkpoint
+        self._failed: set[int] = set()
 
     def read(self, page: int) -> dict[str, Any] | None:
         """A page's JSON (pages from 0), of whatever model, or None where it or one of the page's pictures is not
@@ -99,9 +80,13 @@ class PageFiles:
         found = self.read(page)
         return None if found is None else found["made_from"].get("checkpoint", "")
 
-    def missing(self, pages: Sequence[int], every_model: bool) -> list[int]:
+    def take_up(self, pages: Sequence[int], count: int, every_model: bool) -> list[int]:
         """Those of the pages that are not complete; where not ``every_model`` counts, nor of this one. A Markdown file
-        that is gone is written again for the others."""
+        that is gone is written again for the others. What is there of a longer document than of ``count`` goes."""
+        for path in self.folder.glob("page-*"):
+            number = PAGE_FILE.fullmatch(path.name)
+            if number and int(number[1]) > count:
+                path.unlink(missing_ok=True)
         missing = []
         for page in pages:
             found = self.read(page)
@@ -109,14 +94,8 @@ class PageFiles:
                 missing.append(page)
             elif not self._path(page, ".md").is_file():
                 write_whole(self._path(page, ".md"), markdown(found["blocks"]).encode())
+        self._pages, self._left = pages, len(missing)
         return missing
-
-    def keep(self, pages: int) -> None:
-        """Removes what is left of later pages, of a document that was longer once."""
-        for path in self.folder.glob("page-*"):
-            number = PAGE_FILE.fullmatch(path.name)
-            if number and int(number[1]) > pages:
-                path.unlink(missing_ok=True)
 
     def write(self, page: int, image: Image.Image, blocks: Blocks, warnings: Sequence[str]) -> None:
         """All files of a page: the blocks in reading order, and the page they were read from. Raises OSError."""
@@ -144,12 +123,19 @@ class PageFiles:
             self._path(page, ".json"), json.dumps(content, ensure_ascii=False, indent=1).encode(errors=BYTES_OF_NAMES)
         )
 
-    def join(self, failed: Mapping[int, str], pages: Sequence[int]) -> None:
+    def end(self, page: int, failed: bool) -> bool:
+        """Notes that a page is over which was missing; whether it was the last."""
+        if failed:
+            self._failed.add(page)
+        self._left -= 1
+        return not self._left
+
+    def join(self) -> None:
         """Writes ``document.md``, in which a comment stands before each page, and for each that failed. Raises
         OSError, also where a page's results are gone."""
         blocks: list[Mapping[str, Any]] = []
-        for page in pages:
-            if page in failed:
+        for page in self._pages:
+            if page in self._failed:
                 blocks.append({"type": "failed", "content": f"<!-- page {page + 1} is missing, see errors.jsonl -->"})
                 continue
             found = self.read(page)
@@ -185,10 +171,8 @@ def _content(block: Mapping[str, Any]) -> str | None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """A reader of ``path`` finds all of the new file or what was there before. Raises OSError."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(data)
-    os.replace(part, path)
+    with replaced(path) as file:
+        file.write(data)
 
 
 def _pixels(bbox: Sequence[float], image: Image.Image) -> tuple[int, int, int, int]:

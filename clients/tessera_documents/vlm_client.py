@@ -6,7 +6,7 @@ Whether the model that is served reads documents: it is shown a page that anyone
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -24,7 +24,7 @@ from PIL import Image, ImageDraw, ImageFont
 from tessera_client import Answer, AsyncClient, Client, Models, Retry
 from tessera_client.transports.base import Transport
 from tessera_client.transports.pool import open_transport
-from tessera_jobs.asker import OneModel
+from tessera_jobs.asker import Asker
 
 SDK_NAMES = {"max_new_tokens": "max_tokens"} | {
     name: name
@@ -82,9 +82,9 @@ class TesseraVlmClient(VlmClient):
         self.client = Client(url, timeout=timeout, retry=retry, models=models, transport=transport)
         self.aio_client = AsyncClient(url, timeout=timeout, retry=retry, models=models, transport=transport)
         self.impatient = AsyncClient(url, timeout=timeout, retry=Retry(attempts=1), models=models, transport=transport)
-        """For looks at the servers, which are not repeated."""
-        self.model: OneModel | None = None
-        """Which all answers that are awaited are to come from; None: any."""
+        """For an :class:`Asker`, which asks again itself."""
+        self.asker: Asker | None = None
+        """By which all is asked that is awaited; None: by the client."""
         self.max_tokens = max_tokens
         self.max_concurrency = max_concurrency
 
@@ -109,13 +109,12 @@ class TesseraVlmClient(VlmClient):
     ) -> str:
         """As :meth:`predict`."""
         pictures, _ = await aio_image_to_bytes_list_and_format(image)
-        options = self.options(sampling_params, priority)
-        answer = await self.aio_client.chat(self._messages(prompt, pictures), **options)
-        if self.model is not None:
-            if answer.attempts > 1:
-                self.model.doubt()
-            await self.model.check(answer.server)
-        return self._text(answer)
+        messages, options = self._messages(prompt, pictures), self.options(sampling_params, priority)
+
+        def call(client: AsyncClient) -> Awaitable[Answer]:
+            return client.chat(messages, **options)
+
+        return self._text(await (self.asker.ask(call) if self.asker else call(self.aio_client)))
 
     def batch_predict(
         self,

@@ -71,7 +71,7 @@ class Asker:
         self._looks = client.untraced()
         self._busy = patience if busy is None else busy
         self._model = model
-        self._waiting: asyncio.Task[bool] | None = None
+        self._waiting: asyncio.Task[tuple[str, bool]] | None = None
         self._looking: dict[str, asyncio.Task[bool]] = {}
         self._under_way = 0
         self._idle = asyncio.Event()  # nothing is under way
@@ -135,7 +135,7 @@ class Asker:
                 await self._idle.wait()
             began, went_away = time.monotonic(), 0
             while went_away < ALONE:
-                server = await self._one_in_order(last)
+                server, _ = await self._wait_for_server(last)
                 try:
                     return await self._whole(call(self._client.only(server)))
                 except TesseraClientError as error:
@@ -177,7 +177,8 @@ class Asker:
             return False
         if self._waiting is None or self._waiting.done():
             self._waiting = asyncio.ensure_future(self._wait_for_server(error))
-        return await asyncio.shield(self._waiting) or own is not None
+        _, waited = await asyncio.shield(self._waiting)
+        return waited or own is not None
 
     async def _in_order(self, server: str) -> bool:
         looking = self._looking.get(server)
@@ -192,31 +193,20 @@ class Asker:
             return False
         return True
 
-    async def _one_in_order(self, error: TesseraClientError) -> str:
-        """The address of a server, when there is one in order. Raises Away."""
-        started = time.monotonic()
-        while True:
-            for server in self._client.servers:
-                if await self._in_order(server):
-                    return server
-            if time.monotonic() - started > self._patience:
-                raise Away(error) from error
-            await asyncio.sleep(PAUSE_S)
-
-    async def _wait_for_server(self, error: TesseraClientError) -> bool:
+    async def _wait_for_server(self, error: TesseraClientError) -> tuple[str, bool]:
+        """The address of a server, when there is one in order, and whether there was none at first. Raises Away."""
         started, away = time.monotonic(), False
         while True:
             try:
-                await self._look(self._looks)
-                return away
+                return (await self._look(self._looks)).server, away
             except TesseraClientError as met:
                 away = True
                 if time.monotonic() - started > self._patience:
                     raise Away(met) from error
             await asyncio.sleep(PAUSE_S)
 
-    async def _look(self, client: AsyncClient) -> None:
-        await client.ask(None, "Hello", max_tokens=1)
+    async def _look(self, client: AsyncClient) -> Answer:
+        return await client.ask(None, "Hello", max_tokens=1)
 
 
 class OtherModel(InvalidRequest):

@@ -24,7 +24,7 @@ import numpy as np
 from tessera_client import Answer, AsyncClient, Retry, ServedModel
 from tessera_jobs.asker import Asker, Away, Call, OneModel, described, for_each
 from tessera_jobs.journal import Journal, rewrite
-from tessera_jobs.resume_index import ResumeIndex, changed_rows, contents
+from tessera_jobs.resume_index import ResumeIndex, changed_rows, contents, half
 from tessera_jobs.rows import Row, Source
 from tessera_wire.errors import ConnectionFailed, InvalidRequest, TesseraClientError, Unavailable
 
@@ -125,6 +125,8 @@ class Job:
         self._take_up()
         with closing(Journal(self.journal)) as self._lines:
             self._index = ResumeIndex(self.source, self._lines)
+            if self.settings.again and self._index.errors:
+                self._drop(lambda place, result: result["error"] is not None)
             try:
                 asyncio.run(self._go_on())
             except Away as away:
@@ -140,10 +142,6 @@ class Job:
             from tessera_jobs.table import read_table
 
             rewrite(self.journal, read_table(self.out))
-        if self.settings.again and self.journal.exists():
-            with closing(Journal(self.journal)) as lines:
-                ResumeIndex(self.source, lines)  # which refuses another job's
-                lines.rewrite(result for result in lines.results() if result["error"] is None)
 
     def _finish(self) -> None:
         places = self._index.places
@@ -199,12 +197,14 @@ class Job:
             raise Unavailable("no server is there to ask again", "start one")
         dropped, of_others = {*self._index.mended, *changed}, force and bool(others or unknown)
         if dropped or of_others:
-            self._lines.rewrite(
-                result
-                for place, result in self._lines.placed()
-                if place not in dropped and not (of_others and result.get("checkpoint") != self._checkpoint)
+            self._drop(
+                lambda place, result: place in dropped or (of_others and result.get("checkpoint") != self._checkpoint)
             )
-            self._index.match(self._lines)
+
+    def _drop(self, unwanted: Callable[[int, dict[str, Any]], bool]) -> None:
+        """Lets results go, of which it is told where they begin."""
+        self._lines.rewrite(result for place, result in self._lines.placed() if not unwanted(place, result))
+        self._index.match(self._lines)
 
     async def _ask_all(self) -> None:
         self._under_way: dict[str, asyncio.Future[None]] = {}
@@ -242,7 +242,7 @@ class Job:
         """Takes the answer to the same question about the same pictures where there is one."""
         while other := self._under_way.get(content):
             await asyncio.wait([other])
-        if (place := self._index.answers.get(content)) is not None:
+        if (place := self._index.answers.get(half(content))) is not None:
             kept = self._lines.at(place)
             if kept["content"] == content:
                 fields = ("answer", "error", "finish_reason", "choices", "logprobs")
@@ -252,7 +252,7 @@ class Job:
         self._under_way[content] = over = asyncio.get_running_loop().create_future()
         try:
             answer = await self._asker.ask(call)
-            self._index.answers.put(content, self._write(row, to_record(answer), content))
+            self._index.answers.put(half(content), self._write(row, to_record(answer), content))
         finally:
             del self._under_way[content]
             over.set_result(None)
@@ -353,29 +353,27 @@ def estimate(job: Job) -> Estimate:
 
 
 async def _measured(job: Job, rows: list[Row], total: int, left: int) -> Estimate:
-    slots = asyncio.Semaphore(job.settings.concurrency)
+    slots, answers, errors = asyncio.Semaphore(job.settings.concurrency), list[Answer](), list[str]()
 
-    async def ask(row: Row) -> Answer | TesseraClientError | None:
+    async def ask(row: Row) -> None:
         async with slots:
-            if time.monotonic() > started + LONGEST_S:
-                return None
-            try:
-                pictures, _ = await asyncio.to_thread(contents, row)
-                return await asker.ask(question(row, pictures))
-            except TesseraClientError as error:
-                return error
+            if time.monotonic() < started + LONGEST_S:
+                try:
+                    pictures, _ = await asyncio.to_thread(contents, row)
+                    answers.append(await asker.ask(question(row, pictures)))
+                except TesseraClientError as error:
+                    errors.append(f"{row.id}: {error}")
 
     async with job.settings.client() as client:
         asker = job.settings.asker(client)
         await asker.begin(job.notice)
         plans = await asyncio.gather(*(_plan(client, row) for row in rows[:: -(-len(rows) // PLANNED) or 1]))
         started = time.monotonic()
-        answers = await asyncio.gather(*map(ask, rows))
+        await asyncio.gather(*map(ask, rows))
         seconds = time.monotonic() - started
-    cut = [(pictures, unit, units) for pictures, unit, units in filter(None, plans)]
-    usages = [answer.usage for answer in answers if isinstance(answer, Answer) and answer.usage]
-    asked = sum(answer is not None for answer in answers)
-    errors = [f"{row.id}: {error}" for row, error in zip(rows, answers) if isinstance(error, TesseraClientError)]
+    cut = [*filter(None, plans)]
+    usages = [answer.usage for answer in answers if answer.usage]
+    asked = len(answers) + len(errors)
     rate = asked / seconds if usages else None
     return Estimate(
         total,

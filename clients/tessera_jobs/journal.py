@@ -17,7 +17,8 @@ checkpoint         in hexadecimal the beginning of the digest of the model that 
 A line that was cut by a kill is the last one and lacks its end; the next one takes its place. What has been written
 outlives a kill of the process at once, and one of the machine after :meth:`Journal.sync`.
 
-Keeps two runs of a job from writing the same results.
+Keeps two runs of a job from writing the same results (:class:`Locked`), and puts whole files in the place of others
+(:func:`replaced`).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tessera_wire.errors import InvalidRequest
 
@@ -40,37 +41,57 @@ DIGESTS = re.compile(
 )
 STAT = b'", "stat": "'
 LONGEST_DIGESTS = 160  # bytes
-TAIL = 1 << 16  # bytes that are read at a time to find the end of the last whole line
-Line = tuple[int, bytes, bytes, bool, bytes, bytes, bool]
-"""Where it begins; in hexadecimal ``asked`` and half of ``content`` (zeros but for an answer that others may take);
-whether it has an answer; ``stat`` (zeros where it has none) and ``checkpoint`` (empty where it has none); whether its
-row has an id."""
-ZEROS = b"0" * 16
 
 
-class Journal:
-    """The lines at ``path``, which no other process may write meanwhile. Raises OSError, and InvalidRequest where
-    another run has it."""
+class Locked:
+    """The file at ``path``, made where there is none and kept open, of which no other run has a lock meanwhile: for
+    what is at ``results``.
 
-    def __init__(self, path: Path) -> None:
+    Raises OSError, and InvalidRequest where another run has it.
+    """
+
+    def __init__(self, path: Path, results: Path) -> None:
         self.path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            lock(self._file, path)
-            self._end = _whole_lines(self._file)
-            self._torn = os.fstat(self._file).st_size > self._end
+            _lock(self._file, results)
         except BaseException:
             self.close()
             raise
 
+    def check(self, what: Path) -> None:
+        """Raises OSError where the file was removed or replaced meanwhile, and with it ``what``. In any thread."""
+        try:
+            if os.path.samestat(os.stat(self.path), os.fstat(self._file)):
+                return
+            how = "replaced"
+        except FileNotFoundError:
+            how = "removed"
+        raise OSError(f"{what} was {how} while this run was writing it")
+
+    def close(self) -> None:
+        """Lets other runs have it."""
+        os.close(self._file)
+
+
+class Journal(Locked):
+    """The lines at ``path``. What is appended comes behind the last whole one that :meth:`lines`, :meth:`placed` or
+    :meth:`results` has found there."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, path)
+        self._end = 0
+        self._torn = False
+        """Whether what stands behind the end may be cut off."""
+
     def append(self, result: dict[str, Any]) -> int:
         """Writes a line; where it begins. Raises OSError, also where the file is not what this run has written."""
-        self._check()
-        if not self._torn and (size := os.fstat(self._file).st_size) > self._end:
-            raise OSError(f"{self.path} has grown to {size} bytes by another program while this run was writing it")
+        size = self._check()
         if self._torn:
             os.ftruncate(self._file, self._end)
             self._torn = False
+        elif size > self._end:
+            raise OSError(f"{self.path} has grown to {size} bytes by another program while this run was writing it")
         begin, line = self._end, _line(result)
         while line:
             written = os.pwrite(self._file, line, self._end)
@@ -88,28 +109,22 @@ class Journal:
         os.pwrite(self._file, b"%016x" % stat, place + at + len(STAT))
 
     def _line_at(self, place: int) -> bytes:
-        size = 4096
-        while b"\n" not in (data := os.pread(self._file, size, place)):
-            if len(data) < size:
-                self._check()
-                raise OSError(f"{self.path} has no whole line at byte {place}")
-            size *= 2
-        return data[: data.index(b"\n")]
+        self._check()
+        with open(self.path, "rb") as file:
+            file.seek(place)
+            return file.readline()
 
-    def _check(self) -> None:
-        """Raises OSError where the file was removed, replaced or cut meanwhile. In any thread."""
-        end, mine = self._end, os.fstat(self._file)
-        try:
-            there = os.stat(self.path)
-        except FileNotFoundError:
-            raise OSError(f"{self.path} was removed while this run was writing it") from None
-        if (there.st_ino, there.st_dev) != (mine.st_ino, mine.st_dev):
-            raise OSError(f"{self.path} was replaced while this run was writing it")
-        if mine.st_size < end:
-            raise OSError(f"{self.path} was cut to {mine.st_size} bytes while this run was writing it")
+    def _check(self) -> int:
+        """The file's size. Raises OSError where it was removed, replaced or cut meanwhile. In any thread."""
+        end = self._end
+        self.check(self.path)
+        if (size := os.fstat(self._file).st_size) < end:
+            raise OSError(f"{self.path} was cut to {size} bytes while this run was writing it")
+        return size
 
-    def lines(self) -> Iterator[Line]:
-        """What is known of every line without reading all of it. Raises InvalidRequest for one that is no result."""
+    def lines(self) -> Iterator[tuple[int, int, int, int, bytes, bool, bool]]:
+        """What is known of every line without reading all of it, as :data:`tessera_jobs.resume_index.LINE` has it.
+        Raises InvalidRequest for one that is no result."""
         for place, line in self._lines():
             digests = DIGESTS.search(line, len(line) - LONGEST_DIGESTS) if line.startswith(BEGIN) else None
             if digests is None:
@@ -117,9 +132,9 @@ class Journal:
             asked, content, stat, checkpoint = digests.groups()
             # Inside a text these quotes would have a backslash before them.
             answered = b'"error": null' in line
-            if not content or not answered or b'"same_as": ' in line:
-                content = ZEROS
-            yield place, asked, content[:16], answered, stat or ZEROS, checkpoint or b"", not line.startswith(NAMELESS)
+            shared = int(content[:16], 16) if content and answered and b'"same_as": ' not in line else 0
+            about = int(asked, 16), shared, int(stat or b"0", 16), checkpoint or b""
+            yield place, *about, answered, not line.startswith(NAMELESS)
 
     def results(self) -> Iterator[dict[str, Any]]:
         """Every line. Raises InvalidRequest for one that is no result."""
@@ -138,27 +153,23 @@ class Journal:
         rewrite(self.path, results)
         other = Journal(self.path)
         os.close(self._file)
-        self._file, self._end, self._torn = other._file, other._end, False
+        self._file = other._file
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         place = 0
         with open(self.path, "rb") as file:
             for line in file:
-                if place < self._end:
+                if line.endswith(b"\n"):
                     yield place, line
+                    place += len(line)
                 elif not line.startswith(BEGIN[: len(line)]) and line.strip(b"\0"):  # zeros: the machine went down
                     raise self._strange(line, place)
-                place += len(line)
+        self._end, self._torn = place, os.fstat(self._file).st_size > place
 
     def sync(self) -> None:
         """Returns when all is on the disk. Raises OSError as :meth:`append` does."""
         os.fsync(self._file)
         self._check()
-
-    def close(self) -> None:
-        """Lets other runs have it."""
-        with suppress(OSError):
-            os.close(self._file)
 
     def _strange(self, line: bytes, place: int) -> InvalidRequest:
         words = f"{self.path} holds something else than results, at byte {place}: {line[:60]!r}"
@@ -167,10 +178,18 @@ class Journal:
 
 def rewrite(path: Path, results: Iterable[dict[str, Any]]) -> None:
     """Puts these results in the place of the journal's; whatever ends this, one or the other is there whole."""
-    part = path.with_name(f".{path.name}.part")
-    with open(part, "wb") as file:
+    with replaced(path) as file:
         for result in results:
             file.write(_line(result))
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which stands at ``path`` when it is whole: its reader finds that, or what was there before.
+    Raises OSError."""
+    part = path.with_name(f".{path.name}.part")
+    with open(part, "wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
@@ -181,19 +200,7 @@ def _line(result: dict[str, Any]) -> bytes:
     return json.dumps(result, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
 
 
-def _whole_lines(file: int) -> int:
-    """Bytes up to the end of the last line that has one."""
-    end = os.fstat(file).st_size
-    while end:
-        begin = max(0, end - TAIL)
-        found = os.pread(file, end - begin, begin).rfind(b"\n")
-        if found >= 0:
-            return begin + found + 1
-        end = begin
-    return 0
-
-
-def lock(file: int, path: Path) -> None:
+def _lock(file: int, path: Path) -> None:
     """Locks an open file, until it is closed, for what is at ``path``.
 
     Raises InvalidRequest where another run has it, OSError where this disk's files cannot be locked.

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
-from itertools import compress, islice
+from itertools import islice
 
 import numpy as np
 
@@ -20,6 +20,11 @@ from tessera_jobs.rows import Id, Mask, Row, Source, without_priority
 from tessera_wire.errors import InvalidRequest
 
 LINES = 1 << 12  # that are matched at a time
+LINE = np.dtype("i8, u8, u8, u8, S16, ?, ?")
+LINE.names = ("place", "asked", "content", "stat", "checkpoint", "answered", "named")
+"""What is kept of a line: where it begins; ``asked``; half of ``content`` (0 but for an answer that others may take);
+``stat`` (0 where it has none) and ``checkpoint`` (empty where it has none); whether it has an answer, and its row an
+id."""
 LOW = (1 << 32) - 1  # the half of a stat that is kept of every row
 
 
@@ -92,24 +97,20 @@ class ResumeIndex:
         """Finds each line's row."""
         self._forget()
         order, lines = np.argsort(self.asked), journal.lines()
-        while some := list(islice(lines, LINES)):
-            begins, asked, contents, answered, stats, checkpoints, named = zip(*some)
-            places, digests = np.array(begins, np.int64), _numbers(asked)
-            rows = order[np.searchsorted(self.asked, digests, sorter=order).clip(max=len(order) - 1)]
-            known = self.asked[rows] == digests
-            if not known.all():
-                why = "which this job does not ask, or asks otherwise"
-                self._refuse(journal, places, ~known & np.array(named), why)
-                self.mended += places[~known].tolist()
+        while len(some := np.fromiter(islice(lines, LINES), LINE)):
+            rows = order[np.searchsorted(self.asked, some["asked"], sorter=order).clip(max=len(order) - 1)]
+            known = self.asked[rows] == some["asked"]
+            self._refuse(journal, some[~known & some["named"]], "which this job does not ask, or asks otherwise")
+            self.mended += some["place"][~known].tolist()
+            rows, some = rows[known], some[known]
             before = self.places[rows] >= 0
-            self.places[rows[known]] = places[known]
-            self._refuse(journal, places, known & (before | (self.places[rows] != places)), "twice")
-            found = _numbers(stats)
-            self.touched[rows] = known & (found != 0) & (found.astype(np.uint32) != self._stats[rows])
-            self.errors += int((known & ~np.array(answered)).sum())
-            self.checkpoints.update(checkpoints if known.all() else compress(checkpoints, known))
-            shared = _numbers(contents)
-            self.answers.put_all(shared[shared != 0], places[shared != 0])
+            self.places[rows] = some["place"]
+            self._refuse(journal, some[before | (self.places[rows] != some["place"])], "twice")
+            self.touched[rows] = (some["stat"] != 0) & (some["stat"] & LOW != self._stats[rows])
+            self.errors += int((~some["answered"]).sum())
+            self.checkpoints.update(some["checkpoint"].tolist())
+            for content, place in some[some["content"] != 0][["content", "place"]].tolist():
+                self.answers.put(content, place)
 
     def rows(self, wanted: Mask) -> Iterator[Row]:
         """Those ``wanted``. Raises InvalidRequest where the source is no longer what it was."""
@@ -125,55 +126,45 @@ class ResumeIndex:
         if left:
             raise InvalidRequest(f"{self._source.path} changed while it was read", "run the same command again")
 
-    def _refuse(self, journal: Journal, places: np.ndarray, wrong: np.ndarray, why: str) -> None:
-        if wrong.any():
-            name = journal.at(int(places[wrong.argmax()]))["id"]
+    def _refuse(self, journal: Journal, wrong: np.ndarray, why: str) -> None:
+        if len(wrong):
+            name = journal.at(int(wrong["place"][0]))["id"]
             raise InvalidRequest(
                 f"{journal.path} has a result of row {name!r:.80}, {why}", "give another -o, or remove the file"
             )
 
 
-def _numbers(digests: Sequence[bytes]) -> np.ndarray:
-    """uint64 of 16 hexadecimal digits each."""
-    return np.frombuffer(bytes.fromhex(b"".join(digests).decode()), ">u8").astype(np.uint64)
-
-
 class Answers:
-    """Where the answer to a question stands in the journal, by the digest of its contents; for ``rows`` at most.
+    """Where the answer to a question stands in the journal, by half of the digest of its contents; for ``rows`` at
+    most. Who finds a place compares the whole digest of the line there.
 
-    Half of a digest is kept: who finds a place compares the whole one of the line there.
+    A table of what numbers alone take: Python's own takes 100 bytes for each.
     """
 
     def __init__(self, rows: int) -> None:
-        size = 1 << (2 * rows - 1).bit_length()
-        self._mask = size - 1
-        self._digests = np.zeros(size, np.uint64)
-        self._places = np.full(size, -1, np.int64)
+        self._size = 2 * rows
+        self._digests, self._ends = array("Q", bytes(8 * self._size)), array("q", bytes(8 * self._size))
+        """The latter: places and one; 0 where a slot is free."""
 
-    def put(self, content: str, place: int) -> None:
-        self.put_all(np.array([int(content[:16], 16)], np.uint64), np.array([place]))
+    def put(self, content: int, place: int) -> None:
+        slot = self._slot(content)
+        self._digests[slot], self._ends[slot] = content, place + 1
 
-    def put_all(self, digests: np.ndarray, places: np.ndarray) -> None:
-        """uint64 and int64 [answers]: the first half of each one's digest, and its place."""
-        slots = (digests & np.uint64(self._mask)).astype(np.int64)
-        while len(slots):
-            free = self._places[slots] < 0
-            # Where several want a slot, one of them has it in both.
-            self._digests[slots[free]] = digests[free]
-            self._places[slots[free]] = places[free]
-            left = self._digests[slots] != digests
-            digests, places, slots = digests[left], places[left], (slots[left] + 1) & self._mask
-
-    def get(self, content: str) -> int | None:
+    def get(self, content: int) -> int | None:
         """Where the line begins that may have this content."""
-        place = int(self._places[self._slot(int(content[:16], 16))])
-        return None if place < 0 else place
+        end = self._ends[self._slot(content)]
+        return end - 1 if end else None
 
-    def _slot(self, digest: int) -> int:
-        slot = digest & self._mask
-        while self._places[slot] >= 0 and self._digests[slot] != digest:
-            slot = (slot + 1) & self._mask
+    def _slot(self, content: int) -> int:
+        slot = content % self._size
+        while self._ends[slot] and self._digests[slot] != content:
+            slot = (slot + 1) % self._size
         return slot
+
+
+def half(content: str) -> int:
+    """What :class:`Answers` knows of a digest in hexadecimal."""
+    return int(content[:16], 16)
 
 
 FILES = 8  # threads that read pictures

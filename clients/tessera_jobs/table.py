@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from tessera_jobs.journal import replaced
 from tessera_jobs.rows import FIELDS, Asked, Mask, Row, Source
 from tessera_wire.errors import InvalidRequest, TesseraClientError
 
@@ -99,9 +99,8 @@ def write_table(results: Iterable[dict[str, Any]], out: Path, id_type: type) -> 
     texts = [(field, arrow.string()) for field in ("answer", "error", "finish_reason")]
     last = [(field, arrow.string()) for field in ("logprobs", "asked", "content", "stat", "checkpoint")]
     schema = arrow.schema([("id", name), *texts, *counts, ("choices", arrow.list_(score)), ("same_as", name), *last])
-    part = out.with_name(f".{out.name}.part")
     waiting = iter(results)
-    with parquet.ParquetWriter(part, schema) as table:
+    with replaced(out) as file, parquet.ParquetWriter(file, schema) as table:
         while rows := list(islice(waiting, GROUP)):
             for row in rows:
                 if "logprobs" in row:
@@ -110,9 +109,6 @@ def write_table(results: Iterable[dict[str, Any]], out: Path, id_type: type) -> 
                     if isinstance(value, str):  # a file's name need not be UTF-8; a column of text must
                         row[field] = value.encode(errors="replace").decode()
             table.write_batch(arrow.RecordBatch.from_pylist(rows, schema))
-    with open(part, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(part, out)
 
 
 SCORES = ("logprob", "probability", "normalized")

@@ -18,8 +18,8 @@ def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def run(reader: FakeTransport, *arguments: Any) -> int:
         monkeypatch.setattr(vlm_client, "open_transport", lambda url, models: reader)
-        monkeypatch.setattr(vlm_client.Retry, "patient", lambda *_: vlm_client.Retry(2, first_delay=0))
         small = () if "--dpi" in arguments else ("--dpi", "50")  # which is soon rendered
-        return main(["parse", "-o", str(tmp_path / "out"), *small, *map(str, arguments)])
+        patience = () if "--patience" in arguments else ("--patience", "1")
+        return main(["parse", "-o", str(tmp_path / "out"), *small, *patience, *map(str, arguments)])
 
     return run

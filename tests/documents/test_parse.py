@@ -191,8 +191,8 @@ def test_a_server_that_goes_away_ends_the_run_and_the_next_goes_on(parse: Any, t
 
     write_pdf(tmp_path / "many.pdf", [FIRST, SECOND, THIRD, FIRST, SECOND])
     leaving = Leaving()
-    assert parse(leaving, tmp_path / "many.pdf", "--concurrency", "4") == 3
-    assert "gone" in capsys.readouterr().err and leaving.pages_asked == 4  # the last page twice
+    assert parse(leaving, tmp_path / "many.pdf", "--concurrency", "4", "--patience", "0") == 3
+    assert "tessera parse: gone" in capsys.readouterr().err and leaving.pages_asked == 3
     assert not (tmp_path / "out" / "errors.jsonl").exists()
     again = DocumentReader()
     assert parse(again, tmp_path / "many.pdf") == 0
