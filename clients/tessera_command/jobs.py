@@ -63,12 +63,11 @@ def _saying(name: str) -> Callable[[str], None]:
 
 def _batch(options: argparse.Namespace) -> int:
     from tessera_jobs.job import Job, Settings
-    from tessera_jobs.rows import Asked
     from tessera_jobs.source import open_source
 
     names = ("max_tokens", "max_tiles", "choices", "priority")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    source = open_source(options.source, Asked(options.prompt, given))
+    source = open_source(options.source, options.prompt, given)
     settings = Settings(**{each.name: getattr(options, each.name) for each in fields(Settings)})
     try:
         if options.dry_run:

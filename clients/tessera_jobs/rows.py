@@ -20,6 +20,8 @@ FIELDS = ("id", "image", "question", "options")
 NOT_OPTIONS = {"self", "image", "question"}  # arguments of the client's `ask` that stand elsewhere in a row
 ALL_BITS = (1 << 64) - 1
 Id = str | int
+Options = Mapping[str, Any] | None
+Conversation = Sequence[Mapping[str, Any]]
 Mask = np.ndarray
 """bool [rows]"""
 
@@ -41,78 +43,7 @@ class Row(NamedTuple):
     asked: int
     stat: int = 0
     error: InvalidRequest | None = None
-    messages: Sequence[Mapping[str, Any]] | None = None
-
-
-class Asked:
-    """What goes for every row that does not say otherwise.
-
-    Args:
-        question: None where every row has its own.
-        options: as of the client's ``ask``.
-    """
-
-    def __init__(self, question: str | None = None, options: Mapping[str, Any] | None = None) -> None:
-        self._question, self._options = question, dict(options or {})
-        told = json.dumps([question, without_priority(self._options)])
-        self._digest = blake2b(told.encode(), digest_size=8)
-        # Many rows may be about one picture. Where a stat is older than the bytes that are read, these are compared.
-        self._about = lru_cache(4096)(_about)
-
-    def row(
-        self,
-        number: int,
-        fields: Mapping[str, Any],
-        images: tuple[Any, ...],
-        own: bytes,
-        files: Sequence[str] = (),
-        messages: Sequence[Mapping[str, Any]] | None = None,
-    ) -> Row:
-        """A row of its fields. ``own`` is all that it says itself: a line of a file, say. ``files``: where bytes among
-        the images come from. ``messages``: in the place of a question. Raises InvalidRequest."""
-        options, question = self._options_of(fields), fields.get("question")
-        if messages is not None:
-            question = ""
-        elif question is None:
-            question = self._question
-        if not isinstance(question, str):
-            raise InvalidRequest(
-                "it has no question" if question is None else f"its question must be text, not {question!r:.80}",
-                "give --prompt, or a field 'question'",
-            )
-        stat = self._stat((*images, *files) if files else images)
-        return Row(number, fields["id"], images, question, options, self._asked(own), stat, messages=messages)
-
-    def _options_of(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        if (given := fields.get("options")) is None:
-            return self._options
-        if not isinstance(given, dict) or NOT_OPTIONS & set(given):
-            raise InvalidRequest(f"its options must be an object of names such as max_tokens, got {given!r:.80}")
-        options = {**self._options, **given}
-        without_priority(options)
-        return options
-
-    def wrong(self, number: int, where: str, error: InvalidRequest, own: bytes) -> Row:
-        """In the place of a row that cannot be asked; ``where`` names it in the source."""
-        named = InvalidRequest(f"{where}: {error.message}", error.remedy)
-        return Row(number, None, (), "", {}, self._asked(b"%b %b" % (where.encode(errors="replace"), own)), 0, named)
-
-    def _stat(self, images: Iterable[Any]) -> int:
-        """See :class:`Row`. Size, time of writing, time of any change, and inode: so a file that was put in another's
-        place with its time set back is noticed too."""
-        found: tuple[int, ...] = ()
-        for image in images:
-            if isinstance(image, str) and not image.startswith("data:"):
-                about = self._about(image)
-                if not about:
-                    return 0
-                found += about
-        return (hash(found) & ALL_BITS or 1) if found else 0
-
-    def _asked(self, own: bytes) -> int:
-        digest = self._digest.copy()
-        digest.update(own)
-        return int.from_bytes(digest.digest(), "big")
+    messages: Conversation | None = None
 
 
 def _about(path: str) -> tuple[int, ...]:
@@ -129,16 +60,31 @@ def without_priority(options: Mapping[str, Any]) -> str | None:
 
 
 class Source(ABC):
-    """Rows that can be gone through several times, in which one that is none has an error."""
+    """Rows that can be gone through several times, in which one that is none has an error.
 
+    Args:
+        path: where they come from.
+        question: of every row that does not have its own.
+        options: as of the client's ``ask``, of every row that does not say otherwise.
+    """
+
+    unit = "row"
+    """What its rows are called."""
     passed_over: Sequence[str] = ()
     """Fields that mean nothing here; known after the first row."""
     _named: bool | None = True
     """Whether its rows have ids of their own."""
+    _files: Sequence[str] = ()
+    """Where bytes among the images come from."""
 
-    def __init__(self, path: Path, asked: Asked, where: str, folder: str = "") -> None:
-        """``where``: what stands before a row's place in its name; ``folder``: that of relative paths."""
-        self.path, self._asked, self._where, self._folder = path, asked, where, folder
+    def __init__(self, path: Path, question: str | None = None, options: Options = None) -> None:
+        self.path, self._question, self._options = path, question, dict(options or {})
+        self.where, self.folder = f"{path}, {self.unit} ", str(path.resolve().parent)
+        """What stands before a row's place in its name; the folder of relative paths."""
+        told = json.dumps([question, without_priority(self._options)])
+        self._digest = blake2b(told.encode(), digest_size=8)
+        # Many rows may be about one picture. Where a stat is older than the bytes that are read, these are compared.
+        self._about = lru_cache(4096)(_about)
 
     def rows(self, wanted: Mask | None = None) -> Iterator[Row]:
         """Those whose number is ``wanted``, or all of them."""
@@ -158,7 +104,9 @@ class Source(ABC):
         try:
             return self._row(number, place, own, given)
         except InvalidRequest as error:
-            return self._asked.wrong(number, f"{self._where}{place}", error, own)
+            where = f"{self.where}{place}"
+            asked = self._asked(b"%b %b" % (where.encode(errors="replace"), own))
+            return Row(number, None, (), "", {}, asked, 0, InvalidRequest(f"{where}: {error.message}", error.remedy))
 
     def _identify(self, fields: dict[str, Any], otherwise: int) -> None:
         """Sees to the row's id: its own, or else its place."""
@@ -171,12 +119,54 @@ class Source(ABC):
 
     def _images(self, given: Any) -> tuple[Any, ...]:
         """Of a row's field ``image``, which may be one, a list of them, or None."""
-        if given is None:
-            return ()
-        return tuple([self._image(image) for image in (given if isinstance(given, list) else (given,))])
+        several = given if isinstance(given, list) else () if given is None else (given,)
+        return tuple([self._image(image) for image in several])
 
     def _image(self, image: Any) -> Any:
         """A ``data:`` URL as it is, a path as one from the folder."""
         if not isinstance(image, str) or not image:
             raise InvalidRequest(f"its image must be a path, a data: URL or a list of them, got {image!r:.80}")
-        return image if image.startswith(("/", "data:")) else os.path.join(self._folder, image)
+        return image if image.startswith(("/", "data:")) else os.path.join(self.folder, image)
+
+    def _made(self, number: int, fields: Mapping[str, Any], own: bytes, messages: Conversation | None = None) -> Row:
+        """A row of its fields. ``own`` is all that it says itself: a line of a file, say. ``messages``: in the place of
+        a question. Raises InvalidRequest."""
+        options, question = self._options_of(fields), fields.get("question")
+        if messages is not None:
+            question = ""
+        elif question is None:
+            question = self._question
+        if not isinstance(question, str):
+            raise InvalidRequest(
+                "it has no question" if question is None else f"its question must be text, not {question!r:.80}",
+                "give --prompt, or a field 'question'",
+            )
+        images = self._images(fields.get("image"))
+        stat = self._stat((*images, *self._files))
+        return Row(number, fields["id"], images, question, options, self._asked(own), stat, messages=messages)
+
+    def _options_of(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        if (given := fields.get("options")) is None:
+            return self._options
+        if not isinstance(given, dict) or NOT_OPTIONS & set(given):
+            raise InvalidRequest(f"its options must be an object of names such as max_tokens, got {given!r:.80}")
+        options = {**self._options, **given}
+        without_priority(options)
+        return options
+
+    def _stat(self, images: Iterable[Any]) -> int:
+        """See :class:`Row`. Size, time of writing, time of any change, and inode: so a file that was put in another's
+        place with its time set back is noticed too."""
+        found: tuple[int, ...] = ()
+        for image in images:
+            if isinstance(image, str) and not image.startswith("data:"):
+                about = self._about(image)
+                if not about:
+                    return 0
+                found += about
+        return (hash(found) & ALL_BITS or 1) if found else 0
+
+    def _asked(self, own: bytes) -> int:
+        digest = self._digest.copy()
+        digest.update(own)
+        return int.from_bytes(digest.digest(), "big")

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tessera_jobs.rows import FIELDS, Asked, Row, Source
+from tessera_jobs.rows import FIELDS, Options, Row, Source
 from tessera_wire.command_line import missing
 from tessera_wire.errors import InvalidRequest
 
@@ -26,12 +26,13 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 """Of the files in a folder that count."""
 
 
-def open_source(path: Path, asked: Asked) -> Source:
-    """The source at a path, by what is there and its suffix; ``-`` is standard input. Raises InvalidRequest."""
+def open_source(path: Path, question: str | None = None, options: Options = None) -> Source:
+    """The source at a path, by what is there and its suffix; ``-`` is standard input. The rest is as of
+    :class:`Source`. Raises InvalidRequest."""
     if str(path) == "-":
-        return JsonLinesSource(path, asked, spooled(sys.stdin.buffer))
+        return JsonLinesSource(path, question, options, lines=spooled(sys.stdin.buffer))
     if path.is_dir():
-        return FolderSource(path, asked)
+        return FolderSource(path, question, options)
     if not path.is_file():
         if path.exists():
             raise InvalidRequest(f"{path} is neither a file nor a folder", "- reads lines from standard input")
@@ -39,11 +40,9 @@ def open_source(path: Path, asked: Asked) -> Source:
     if path.suffix == ".parquet":
         from tessera_jobs.table import TableSource
 
-        return TableSource(path, asked)
-    if path.suffix == ".jsonl":
-        return JsonLinesSource(path, asked)
-    if path.suffix == ".csv":
-        return CsvSource(path, asked)
+        return TableSource(path, question, options)
+    if path.suffix in (".jsonl", ".csv"):
+        return (JsonLinesSource if path.suffix == ".jsonl" else CsvSource)(path, question, options)
     raise InvalidRequest(f"{path} is no source of rows", "give a .jsonl, .csv or .parquet, a folder of pictures, or -")
 
 
@@ -64,9 +63,14 @@ class JsonLinesSource(Source):
         lines: where they are, if not at ``path``; paths of pictures are then relative to the current folder.
     """
 
-    def __init__(self, path: Path, asked: Asked, lines: Path | None = None) -> None:
-        where = f"{path}, line " if lines is None else "standard input, line "
-        super().__init__(path, asked, where, str(path.resolve().parent) if lines is None else os.getcwd())
+    unit = "line"
+
+    def __init__(
+        self, path: Path, question: str | None = None, options: Options = None, lines: Path | None = None
+    ) -> None:
+        super().__init__(path, question, options)
+        if lines is not None:
+            self.where, self.folder = "standard input, line ", os.getcwd()
         self._lines, self._named = lines or path, None
 
     def _read(self) -> Iterator[tuple[int | str, bytes, Any]]:
@@ -88,12 +92,12 @@ class JsonLinesSource(Source):
             own = b"%d %b" % (place, own)
         self._identify(fields, place)
         if batched:
-            return self._asked.row(number, fields, (), own, messages=fields["messages"])
+            return self._made(number, fields, own, fields["messages"])
         if "image" not in fields:
             raise InvalidRequest(
                 f"it has no field 'image', only {', '.join(fields)}", "write null for a question without a picture"
             )
-        return self._asked.row(number, fields, self._images(fields["image"]), own)
+        return self._made(number, fields, own)
 
 
 class CsvSource(Source):
@@ -101,8 +105,8 @@ class CsvSource(Source):
     question without a picture), and where wanted ``id``, ``question`` and ``options`` (a JSON object). Without ids,
     rows are known by their numbers from 1."""
 
-    def __init__(self, path: Path, asked: Asked) -> None:
-        super().__init__(path, asked, f"{path}, row ", str(path.resolve().parent))
+    def __init__(self, path: Path, question: str | None = None, options: Options = None) -> None:
+        super().__init__(path, question, options)
         with self._open() as file:
             self._header = next(csv.reader(file), [])
         if "image" not in self._header or len(set(self._header)) < len(self._header):
@@ -135,7 +139,7 @@ class CsvSource(Source):
             own = b"%d %b" % (number, own)
         if "options" in fields:
             fields["options"] = _object(fields["options"].encode(errors="surrogateescape"))
-        return self._asked.row(number, fields, self._images(fields.get("image")), own)
+        return self._made(number, fields, own)
 
 
 _decode = json.JSONDecoder().decode
@@ -155,8 +159,9 @@ class FolderSource(Source):
     """The pictures in a folder and below, in order of their names, known by their paths from there. What is hidden is
     passed over."""
 
-    def __init__(self, path: Path, asked: Asked) -> None:
-        super().__init__(path, asked, "")
+    def __init__(self, path: Path, question: str | None = None, options: Options = None) -> None:
+        super().__init__(path, question, options)
+        self.where = self.folder = ""
 
     def _read(self) -> Iterator[tuple[int | str, bytes, Any]]:
         empty = True
@@ -171,7 +176,7 @@ class FolderSource(Source):
             raise InvalidRequest(f"{self.path} holds no pictures", f"of a folder, these count: {' '.join(SUFFIXES)}")
 
     def _row(self, number: int, place: Any, own: bytes, given: Any) -> Row:
-        return self._asked.row(number, {"id": given}, (place,), own)
+        return self._made(number, {"id": given, "image": place}, own)
 
 
 URL = "/v1/chat/completions"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera_jobs.journal import replaced
-from tessera_jobs.rows import FIELDS, Asked, Mask, Row, Source
+from tessera_jobs.rows import FIELDS, Mask, Options, Row, Source
 from tessera_wire.errors import InvalidRequest, TesseraClientError
 
 try:
@@ -32,8 +32,8 @@ class TableSource(Source):
     rows are known by their numbers from 1. Only the row groups that hold wanted rows are read.
     """
 
-    def __init__(self, path: Path, asked: Asked) -> None:
-        super().__init__(path, asked, f"{path}, row ", str(path.resolve().parent))
+    def __init__(self, path: Path, question: str | None = None, options: Options = None) -> None:
+        super().__init__(path, question, options)
         try:
             with parquet.ParquetFile(path) as table:
                 schema, footer = table.schema_arrow, table.metadata
@@ -45,6 +45,7 @@ class TableSource(Source):
         self._columns = [name for name in FIELDS if name in schema.names]
         self._named = "id" in self._columns
         self._inside = not _is_text(schema.field("image").type)
+        self._files = (str(path),) if self._inside else ()
         # Stands for the bytes of pictures, which are not read only to know the rows by them.
         places = [footer.row_group(group).to_dict() for group in range(footer.num_row_groups)]
         self._contents = blake2b(repr((footer.created_by, places)).encode(), digest_size=8).hexdigest()
@@ -72,8 +73,7 @@ class TableSource(Source):
         self._identify(given, place)
         told: dict[str, Any] = {name: given[name] for name in ("id", "question", "options") if name in given}
         told["image"] = self._contents if self._inside else given.get("image")
-        files = (str(self.path),) if self._inside else ()
-        return self._asked.row(number, given, self._images(given.get("image")), repr(told).encode(), files)
+        return self._made(number, given, repr(told).encode())
 
     def _image(self, image: Any) -> Any:
         if isinstance(image, Mapping):

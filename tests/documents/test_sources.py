@@ -122,7 +122,4 @@ def test_every_kind_of_block() -> None:
         "![chart](page-0001-10.jpg)",
         "rising\n",
     ]
-
-
-def test_a_page_with_nothing_on_it() -> None:
     assert markdown([]) == "\n"

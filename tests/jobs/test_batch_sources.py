@@ -24,14 +24,13 @@ from tessera_client import InvalidRequest, ServerError
 from tessera_jobs.job import Job, Settings
 from tessera_jobs.journal import Journal
 from tessera_jobs.resume_index import Answers
-from tessera_jobs.rows import Asked
 from tessera_jobs.source import open_source, row_fields
 
-ASKED = Asked("A crack?", {"max_tokens": 5})
+ASKED = ("A crack?", {"max_tokens": 5})
 
 
 def rows_of(path: Path, wanted: Any = None) -> list[tuple[Any, ...]]:
-    found = open_source(path, ASKED).rows(wanted if wanted is None else np.array(wanted))
+    found = open_source(path, *ASKED).rows(wanted if wanted is None else np.array(wanted))
     return [(row.number, row.id, row.images, row.question) for row in found]
 
 
@@ -78,13 +77,13 @@ def a_batch_line(name: str, body: Any = None, **more: Any) -> dict[str, Any]:
 )
 def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: Any, words: str) -> None:
     text = line if isinstance(line, str) else json.dumps(line)
-    good, bad = open_source(lines(tmp_path / "jobs.jsonl", '{"image": null}', text), ASKED).rows()
+    good, bad = open_source(lines(tmp_path / "jobs.jsonl", '{"image": null}', text), *ASKED).rows()
     assert good.error is None and bad.id is None and str(bad.error).partition("line 2: ")[2].find(words) >= 0
 
 
 @pytest.mark.parametrize("wrong", ["null", "true", "1.5", "[1]", "9223372036854775808"])
 def test_an_id_is_text_or_a_whole_number(tmp_path: Path, wrong: str) -> None:
-    (row,) = open_source(lines(tmp_path / "jobs.jsonl", f'{{"image": null, "id": {wrong}}}'), ASKED).rows()
+    (row,) = open_source(lines(tmp_path / "jobs.jsonl", f'{{"image": null, "id": {wrong}}}'), *ASKED).rows()
     assert "its id must be" in str(row.error)
 
 
@@ -122,7 +121,7 @@ def test_what_is_no_source(tmp_path: Path) -> None:
 def test_a_table_of_paths(tmp_path: Path) -> None:
     columns = {"id": [10, 11, None], "image": ["a.jpg", None, "data:image/png;base64,cG5n"], "width": [1, 2, 3]}
     path = write_table(tmp_path / "t.parquet", **columns, options=[{"max_tokens": 3}, None, {"max_tokens": None}])
-    source = open_source(path, ASKED)
+    source = open_source(path, *ASKED)
     first, second, bad = source.rows()
     assert (first.id, first.images, second.images) == (10, (str(tmp_path / "a.jpg"),), ())
     assert [first.options["max_tokens"], second.options["max_tokens"]] == [3, 5]
@@ -137,12 +136,12 @@ def test_a_table_of_pictures(tmp_path: Path) -> None:
     read = rows_of(path, [True] * 3)
     assert [row[1:3] for row in read] == [(1, (b"jpeg",)), (2, (str(tmp_path / "b.jpg"),)), (3, ())]
     # To know the rows, their pictures are not read; both ways they are the same rows.
-    source = open_source(path, ASKED)
+    source = open_source(path, *ASKED)
     known = list(source.rows())
     assert [row.images for row in known] == [()] * 3
     assert [row.asked for row in known] == [row.asked for row in source.rows(np.ones(3, bool))]
     other = write_table(tmp_path / "other.parquet", image=[pictures[0], pictures[2], pictures[2]])
-    assert not {row.asked for row in known} & {row.asked for row in open_source(other, ASKED).rows()}
+    assert not {row.asked for row in known} & {row.asked for row in open_source(other, *ASKED).rows()}
     several = write_table(tmp_path / "lists.parquet", image=[[b"one", b"two"], []])
     assert [row[2] for row in rows_of(several, [True, True])] == [(b"one", b"two"), ()]
 
@@ -212,7 +211,7 @@ def test_without_pyarrow_the_way_to_get_it_is_said(
     ],
 )
 def test_a_source_that_cannot_be_asked_is_refused(tmp_path: Path, texts: list[str], words: str) -> None:
-    source = open_source(lines(tmp_path / "in.jsonl", *texts), ASKED)
+    source = open_source(lines(tmp_path / "in.jsonl", *texts), *ASKED)
     with pytest.raises(InvalidRequest, match=words):
         Job(source, tmp_path / "out.jsonl", Settings("nowhere")).run()
 
