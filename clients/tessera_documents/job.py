@@ -21,7 +21,7 @@ from tessera_documents.edges import clear_of_letters
 from tessera_documents.results import OutputFolder, PageFiles
 from tessera_documents.sources import BadDocument, Document, PageRanges, Source, digest, find, open_document
 from tessera_documents.vlm_client import TesseraVlmClient, known_page, mineru_client
-from tessera_jobs.asker import Asker, Away, OneModel, described, for_each
+from tessera_jobs.asker import Asker, Away, described, for_each
 from tessera_wire.errors import InvalidRequest
 
 REQUESTS_PER_PAGE = 4  # that are under way, over a page's life: its layout alone, then a dozen crops at once
@@ -87,11 +87,10 @@ class Job:
         return asyncio.run(self._run())
 
     async def _run(self) -> Tally:
-        model = OneModel(self.vlm.impatient)
-        self.vlm.asker = Asker(self.vlm.impatient, self.patience, model=model)
+        self.vlm.asker = asker = Asker(self.vlm.impatient, self.patience, one_model=True)
         try:
-            await self.vlm.asker.begin(self.notice)
-            self._served = await model.begin()
+            await asker.begin(self.notice)
+            self._served = await asker.model()
             with closing(OutputFolder(self.out)) as self._output:
                 return await self._read()
         except Away as away:

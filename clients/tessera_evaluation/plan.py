@@ -12,14 +12,12 @@ answers where a folder has no such classes.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tessera_client.client import Client
-from tessera_client.messages import Answer
 from tessera_client.pictures import encode_image
 from tessera_evaluation import recall
 from tessera_evaluation.charts import Chart, ticks
@@ -104,22 +102,22 @@ def measure(
     Where the server refuses all of those, the others are not asked. ``mark`` must differ between runs.
     """
 
-    def ask(questions: Sequence[Item], mark: str, progress: Callable[[int], None] | None = None) -> list[Any]:
-        pictures = ((UnseenPicture(item.picture, mark), item.question) for item in questions)
-        settings = {**options, "tile_policy": parse_policy(policy)}
-        return list(client.ask_many(pictures, concurrency=concurrency, progress=progress, errors="return", **settings))
+    def ask(items: Sequence[Item], mark: str, **more: Any) -> tuple[list[recall.Outcome], float]:
+        settings = {**options, "tile_policy": parse_policy(policy), "concurrency": concurrency, **more}
+        return recall.run(client, items, picture=lambda item: UnseenPicture(item.picture, mark), **settings)
 
-    warmed = ask(items[:concurrency], f"{mark} {policy} warm-up")
-    if all(isinstance(answer, InvalidRequest) for answer in warmed):
-        return Measurement(policy, len(items), len(items), str(warmed[0]))
-    started = time.perf_counter()
-    answers = ask(items, f"{mark} {policy}", progress and (lambda done: progress(done, len(items))))
-    seconds = time.perf_counter() - started
-    outcomes = recall.outcomes_of(items, answers)
+    def ended(done: int) -> None:
+        if progress is not None:
+            progress(done, len(items))
+
+    warmed, _ = ask(items[:concurrency], f"{mark} {policy} warm-up")
+    if all(outcome.error.startswith(InvalidRequest.__name__) for outcome in warmed):
+        return Measurement(policy, len(items), len(items), warmed[0].error)
+    outcomes, seconds = ask(items, f"{mark} {policy}", progress=ended)
     figures = recall.figures(outcomes, seconds)
     macro = figures["recall.macro"]
     classes = [each for each in figures["classes"].values() if each["balanced_accuracy"] is not None]
-    tokens = [answer.usage.image_tokens for answer in answers if isinstance(answer, Answer) and answer.usage]
+    tokens = [outcome.usage.image_tokens for outcome in outcomes if outcome.usage]
     return Measurement(
         policy,
         questions=len(items),

@@ -18,10 +18,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from tessera_client.client import Client
-from tessera_client.messages import Answer
+from tessera_client.messages import Answer, Usage
 from tessera_evaluation.datasets import Item
 
 LARGE = 1280
@@ -35,6 +36,7 @@ class Outcome:
     text: str | None
     error: str = ""
     seconds: float = 0.0
+    usage: Usage | None = None
 
     @property
     def counts(self) -> bool:
@@ -63,31 +65,28 @@ def run(
     client: Client,
     items: Sequence[Item],
     *,
+    picture: Callable[[Item], Any] = attrgetter("picture"),
     concurrency: int = 16,
     progress: Callable[[int], None] | None = None,
     **options: Any,
 ) -> tuple[list[Outcome], float]:
-    """Asks every item's question; returns the outcomes in order and the seconds it all took."""
+    """Asks every item's question; returns the outcomes in order and the seconds it all took. ``picture``: what is sent
+    of an item."""
     started = time.perf_counter()
     answers = client.ask_many(
-        ((item.picture, item.question) for item in items),
+        ((picture(item), item.question) for item in items),
         concurrency=concurrency,
         progress=progress,
         errors="return",
         **options,
     )
-    outcomes = outcomes_of(items, answers)
-    return outcomes, time.perf_counter() - started
-
-
-def outcomes_of(items: Iterable[Item], answers: Iterable[Any]) -> list[Outcome]:
-    """What became of each item, by its answer or the error in its place."""
-    return [
-        Outcome(item, answer.text, seconds=answer.seconds)
+    outcomes = [
+        Outcome(item, answer.text, seconds=answer.seconds, usage=answer.usage)
         if isinstance(answer, Answer)
         else Outcome(item, None, f"{type(answer).__name__}: {answer}")
         for item, answer in zip(items, answers, strict=True)
     ]
+    return outcomes, time.perf_counter() - started
 
 
 def figures(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:

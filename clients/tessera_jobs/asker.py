@@ -7,7 +7,8 @@ those beside it.
 
 A window of rows under way, whatever a row is: :func:`for_each`.
 
-One model for a whole job, whichever servers answer and however often they start again: :class:`OneModel`.
+One model for a whole job, whichever servers answer and however often they start again: a server that may have started
+again is asked again which it has.
 """
 
 from __future__ import annotations
@@ -55,22 +56,29 @@ class Away(Exception):
         self.error = error
 
 
+class OtherModel(InvalidRequest):
+    """A server has another model than the job's others."""
+
+
 class Asker:
     """Asks again what its client, which does not retry, could not ask.
 
     Args:
         patience: seconds that servers may be away.
         busy: seconds that servers in order may refuse a row; ``patience`` if not given.
-        model: which all answers are to come from; None: any.
+        one_model: whether all answers are to come from one.
     """
 
     def __init__(
-        self, client: AsyncClient, patience: float, busy: float | None = None, model: OneModel | None = None
+        self, client: AsyncClient, patience: float, busy: float | None = None, one_model: bool = False
     ) -> None:
         self._client, self._patience = client, patience
         self._looks = client.untraced()
         self._busy = patience if busy is None else busy
-        self._model = model
+        self._one_model = one_model
+        self._served: ServedModel | None = None
+        self._known: dict[str, asyncio.Task[None]] = {}
+        """Servers that have this model, or are asked."""
         self._waiting: asyncio.Task[tuple[str, bool]] | None = None
         self._looking: dict[str, asyncio.Task[bool]] = {}
         self._under_way = 0
@@ -94,6 +102,37 @@ class Asker:
                 if attempt == looks:
                     notice(f"waiting up to {self._patience:g} s for {self._client.url}: {error.message}")
             await asyncio.sleep(PAUSE_S)
+
+    async def model(self) -> ServedModel:
+        """What the servers in order have. Raises OtherModel where they differ, and where none answers its error."""
+        last: TesseraClientError | None = None
+        for server in self._client.servers:
+            try:
+                await self._check_model(server)
+            except (ConnectionFailed, Unavailable) as error:
+                last = error
+        if self._served is None:
+            raise last or ConnectionFailed("there is no server")
+        return self._served
+
+    async def _check_model(self, server: str) -> None:
+        """Raises OtherModel, and what the server fails with."""
+        asked = self._known.get(server)
+        if asked is None or (asked.done() and (asked.cancelled() or asked.exception() is not None)):
+            asked = self._known[server] = asyncio.ensure_future(self._ask_model(server))
+        await asyncio.shield(asked)
+
+    async def _ask_model(self, server: str) -> None:
+        try:
+            served = await self._looks.only(server).served()
+        except (InvalidRequest, ProtocolError) as error:
+            words = f"{server or self._client.url} does not say which model it serves: {error.message}"
+            raise ProtocolError(words, "start it with this client's version of Tessera") from error
+        if self._served is None:
+            self._served = served
+        elif served != self._served:
+            words = f"{server or self._client.url} serves another model ({described(served)}) than this job has been"
+            raise OtherModel(f"{words} asking ({described(self._served)})", "give it servers of one model")
 
     async def ask(self, call: Call) -> Answer:
         """The answer. Raises the row's own error, or Away."""
@@ -156,13 +195,12 @@ class Asker:
     async def _whole(self, attempt: Awaitable[Answer]) -> Answer:
         try:
             answer = await attempt
-            if self._model is not None:
-                await self._model.check(answer.server)
+            if self._one_model:
+                await self._check_model(answer.server)
         except OtherModel as error:
             raise Away(error) from error
         except TesseraClientError:
-            if self._model is not None:
-                self._model.doubt()
+            self._known.clear()  # any server may have started again, and with another model
             raise
         if answer.finish_reason == "deadline":
             raise DeadlineExceeded("the server had no time left for the whole answer", "give a longer --timeout")
@@ -207,58 +245,6 @@ class Asker:
 
     async def _look(self, client: AsyncClient) -> Answer:
         return await client.ask(None, "Hello", max_tokens=1)
-
-
-class OtherModel(InvalidRequest):
-    """A server has another model than the job's others."""
-
-
-class OneModel:
-    """Knows which servers have the job's model. A server that may have started again is asked again.
-
-    Args:
-        client: that does not retry; of all the job's servers.
-    """
-
-    def __init__(self, client: AsyncClient) -> None:
-        self._client = client.untraced()
-        self._served: ServedModel | None = None
-        self._known: dict[str, asyncio.Task[None]] = {}
-
-    async def begin(self) -> ServedModel:
-        """What the servers in order have. Raises OtherModel where they differ, and where none answers its error."""
-        last: TesseraClientError | None = None
-        for server in self._client.servers:
-            try:
-                await self.check(server)
-            except (ConnectionFailed, Unavailable) as error:
-                last = error
-        if self._served is None:
-            raise last or ConnectionFailed("there is no server")
-        return self._served
-
-    def doubt(self) -> None:
-        """A request failed: any server may have started again, and with another model."""
-        self._known.clear()
-
-    async def check(self, server: str) -> None:
-        """To be awaited after an answer from ``server``. Raises OtherModel, and what the server fails with."""
-        asked = self._known.get(server)
-        if asked is None or (asked.done() and (asked.cancelled() or asked.exception() is not None)):
-            asked = self._known[server] = asyncio.ensure_future(self._ask(server))
-        await asyncio.shield(asked)
-
-    async def _ask(self, server: str) -> None:
-        try:
-            served = await (self._client.only(server) if server else self._client).served()
-        except (InvalidRequest, ProtocolError) as error:
-            words = f"{server or self._client.url} does not say which model it serves: {error.message}"
-            raise ProtocolError(words, "start it with this client's version of Tessera") from error
-        if self._served is None:
-            self._served = served
-        elif served != self._served:
-            words = f"{server or self._client.url} serves another model ({described(served)}) than this job has been"
-            raise OtherModel(f"{words} asking ({described(self._served)})", "give it servers of one model")
 
 
 def described(served: ServedModel) -> str:

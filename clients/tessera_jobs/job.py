@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tessera_client import Answer, AsyncClient, Retry, ServedModel
-from tessera_jobs.asker import Asker, Away, Call, OneModel, described, for_each
+from tessera_jobs.asker import Asker, Away, Call, described, for_each
 from tessera_jobs.journal import Journal, rewrite
 from tessera_jobs.resume_index import ResumeIndex, changed_rows, contents, half
 from tessera_jobs.rows import Row, Source
@@ -86,8 +86,8 @@ class Settings:
         """One that leaves trying again to the :class:`Asker`."""
         return AsyncClient(self.url, timeout=self.timeout, retry=Retry(attempts=1))
 
-    def asker(self, client: AsyncClient, model: OneModel | None = None) -> Asker:
-        return Asker(client, self.patience, model=model)
+    def asker(self, client: AsyncClient) -> Asker:
+        return Asker(client, self.patience, one_model=True)
 
 
 @dataclass
@@ -158,13 +158,12 @@ class Job:
     async def _go_on(self) -> None:
         """Asks the rows that have no result, after a look at those that have one."""
         async with self.settings.client() as client:
-            model = OneModel(client)
-            self._asker = self.settings.asker(client, model)
+            self._asker = self.settings.asker(client)
             served: ServedModel | None = None
             try:
                 if (self._index.places < 0).any():
                     await self._asker.begin(self.notice)
-                served = await model.begin()
+                served = await self._asker.model()
             except (ConnectionFailed, Unavailable):
                 if (self._index.places < 0).any():
                     raise

@@ -103,19 +103,6 @@ def test_a_page_in_two_steps_is_the_same_by_either_way(http: tuple[FakeTransport
     assert penalties == [(0, 0), (1, 0.005), (1, 0.05), (1, 0.05)]
 
 
-def test_every_way_of_mineru_gives_the_same_blocks() -> None:
-    reader = mineru_client(TesseraVlmClient(transport=DocumentReader()), incremental_priority=True)
-
-    async def both() -> list[Any]:
-        one = await reader.aio_two_step_extract(PAGE)
-        return [one, *await reader.aio_batch_two_step_extract([PAGE, PAGE])]
-
-    one = reader.two_step_extract(PAGE)
-    assert one[0].content == "red words"
-    assert [one] * 5 == [*reader.batch_two_step_extract([PAGE, PAGE]), *asyncio.run(both())]
-    asyncio.run(reader.aclose())
-
-
 def test_a_sampling_parameter_without_a_name_here_is_refused() -> None:
     class Newer(MinerUSamplingParams):
         def __init__(self) -> None:
@@ -129,10 +116,6 @@ def test_a_sampling_parameter_without_a_name_here_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="predict_scored"):
         client.predict_scored(PAGE)
     assert ours.requests == []
-
-
-def test_an_option_that_would_have_no_effect_is_refused() -> None:
-    client = TesseraVlmClient(transport=DocumentReader())
     with pytest.raises(TypeError, match="http_timeout, server_headers: not among the options"):
         mineru_client(client, http_timeout=3, server_headers={}, debug=True)
 

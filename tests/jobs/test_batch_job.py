@@ -7,6 +7,7 @@ import fcntl
 import json
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,10 +89,13 @@ def test_the_same_command_goes_on_where_it_ended(batch: Any, tmp_path: Path, cap
     assert out.read_bytes().startswith(lines[1]) and "1 were there already" in capsys.readouterr().out
     nothing = AnsweringServer()
     assert batch(nothing, rows) == 0 and nothing.requests == []
-    # Rows may be added, and asked in another turn.
-    more = AnsweringServer()
-    assert batch(more, questions(tmp_path, "d", "c", "b", "a"), "--priority", "3") == 0
-    assert more.asked == ["d"] and sorted(ids(out)) == ["a", "b", "c", "d"]
+    # Rows may be added, and asked in another turn; a dry run knows them.
+    more, before = AnsweringServer(), out.read_bytes()
+    rows = questions(tmp_path, "d", "c", "b", "a")
+    assert batch(more, rows, "--dry-run") == 0 and more.asked == ["d"] and out.read_bytes() == before
+    assert "1 rows to ask, 3 of 4 are over" in capsys.readouterr().err
+    assert batch(more, rows, "--priority", "3") == 0
+    assert more.asked == ["d", "d"] and sorted(ids(out)) == ["a", "b", "c", "d"]
 
 
 def test_what_fails_is_a_row_with_its_reason(batch: Any, tmp_path: Path, capsys: Capture) -> None:
@@ -117,13 +121,9 @@ def test_what_fails_is_a_row_with_its_reason(batch: Any, tmp_path: Path, capsys:
     assert batch(later, rows) == 1 and later.requests == []
     assert batch(later, rows, "--again") == 1
     assert sorted(later.asked) == ["broken", "cut", "refused"]
-    assert sorted((row["id"], row["error"] is None) for row in results(tmp_path / "out.jsonl")) == [
-        (1, True),
-        (2, False),
-        (3, True),
-        (4, True),
-        (5, True),
-    ]
+    assert {row["id"]: row["error"] is None for row in results(tmp_path / "out.jsonl")} == {
+        number: number != 2 for number in range(1, 6)
+    }
 
 
 def test_equal_questions_about_equal_pictures_are_asked_once(batch: Any, tmp_path: Path, capsys: Capture) -> None:
@@ -179,25 +179,21 @@ def test_results_of_another_job_are_not_taken(batch: Any, tmp_path: Path, capsys
     assert server.requests == [] and out.read_text() == "my notes\n"
 
 
-def test_two_runs_do_not_write_one_file(batch: Any, tmp_path: Path, capsys: Capture) -> None:
-    first = Journal(tmp_path / "out.jsonl")
-    assert batch(AnsweringServer(), questions(tmp_path, "a")) == 2
-    assert "another run is writing" in capsys.readouterr().err
-    first.close()
-    assert batch(AnsweringServer(), questions(tmp_path, "a")) == 0
-
-
-def test_a_disk_without_locks_is_said_and_not_taken_for_another_run(
+def test_two_runs_do_not_write_one_file_and_a_disk_without_locks_is_said(
     batch: Any, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    server = AnsweringServer()
-    assert batch(server, questions(tmp_path, "a")) == 1 and not server.requests
+    server, rows = AnsweringServer(), questions(tmp_path, "a")
+    with closing(Journal(tmp_path / "out.jsonl")):
+        assert batch(server, rows) == 2 and "another run is writing" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
+        assert batch(server, rows) == 1 and not server.requests
     said = capsys.readouterr().err
     assert "out.jsonl cannot be locked against other runs: No locks available; give an -o" in said
+    assert batch(server, rows) == 0
 
 
 def test_a_server_that_is_away_ends_the_run_and_keeps_what_is_over(
@@ -247,17 +243,6 @@ def test_a_dry_run_says_what_it_costs_and_writes_nothing(batch: Any, tmp_path: P
     assert found["minutes"] == pytest.approx(40 / found["rows_s"] / 60, abs=0.01)
     assert "560 tiles (14 a row)" in shown.err and "400 prompt tokens (10 a row)" in shown.err
     assert "1 of these 12 failed; the first: 1: odd" in shown.err and not (tmp_path / "out.jsonl").exists()
-
-
-def test_a_dry_run_knows_what_is_over(batch: Any, tmp_path: Path, capsys: Capture) -> None:
-    rows = questions(tmp_path, "a", "b", "c")
-    assert batch(AnsweringServer(), questions(tmp_path, "a", "b")) == 0
-    before = (tmp_path / "out.jsonl").read_bytes()
-    capsys.readouterr()
-    server = AnsweringServer()
-    assert batch(server, questions(tmp_path, "a", "b", "c"), "--dry-run") == 0
-    assert server.asked == ["c"] and "1 rows to ask, 2 of 3 are over" in capsys.readouterr().err
-    assert (tmp_path / "out.jsonl").read_bytes() == before and rows.exists()
 
 
 @pytest.mark.parametrize("later", [["a"], ["a", "x"], ["a", "b", "c"]])
