@@ -21,9 +21,8 @@ from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
 
 sys.path.insert(0, str(figures.ROOT / "tests"))
-from faults.asking import Crowd, GrpcAsker, HttpAsker, Outcome
+from faults.asking import Crowd, GrpcAsker, HttpAsker, Outcome, complaint
 from faults.badinputs import Inputs, mutant, odd_but_good
-from faults.complaints import complaint
 
 GOOD = [odd_but_good()[name] for name in ("jpeg", "png alpha", "webp", "no image")]
 PROGRESS_SECONDS = 10.0

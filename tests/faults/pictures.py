@@ -10,15 +10,7 @@ import numpy as np
 from PIL import Image
 from preprocess.encoded_pictures import exif, png_of_size, saved, sixteen_bit_png, smooth, with_jpeg_size
 
-__all__ = [
-    "grey_of_12_bits",
-    "largest_webp",
-    "many_chunks_png",
-    "many_chunks_webp",
-    "png_of_size",
-    "seeds",
-    "with_jpeg_size",
-]
+__all__ = ["png_of_size", "with_jpeg_size"]
 
 SIDE = 40
 PNG = b"\x89PNG\r\n\x1a\n"

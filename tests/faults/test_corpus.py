@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.backend import InferenceRequest, Tensor, strings
+from fakes.backend import InferenceRequest, Tensor, stage_args, strings
+from faults.asking import complaint
 from faults.badinputs import Inputs, mutants, named_faults, odd_but_good
-from faults.complaints import complaint
-from google.protobuf import text_format
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tritonclient.grpc import model_config_pb2
 
 from tessera.errors import InvalidRequest
 from tessera.tritonserver import language_model as language_model
@@ -30,28 +28,15 @@ MAX_PIXELS = 4_000_000
 SECONDS = 1.0
 # The memory that one part of the corpus may add at its peak.
 GROWTH_KIB = 256 << 10
-fixed = settings(
-    max_examples=150,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)  # fmt: skip
-
-
-def stage_of(max_pixels: int) -> TritonPythonModel:
-    text = (CHECKPOINT.parents[2] / "model_repository" / "preprocess" / "config.pbtxt").read_text()
-    parameters = text_format.Parse(text, model_config_pb2.ModelConfig()).parameters
-    values = {name: value.string_value for name, value in parameters.items()}
-    values |= {"checkpoint": str(CHECKPOINT), "max_file_pixels": str(max_pixels), "max_request_bytes": str(64 << 20)}
-    config = {"parameters": {name: {"string_value": value} for name, value in values.items()}}
-    stage = TritonPythonModel()
-    stage.initialize(
-        {"model_name": "preprocess", "model_repository": str(CHECKPOINT), "model_config": json.dumps(config)}
-    )
-    return stage
+fixed = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")
 def stage() -> TritonPythonModel:
-    return stage_of(MAX_PIXELS)
+    limits = {"max_file_pixels": str(MAX_PIXELS), "max_request_bytes": str(64 << 20)}
+    stage = TritonPythonModel()
+    stage.initialize(stage_args("preprocess", checkpoint=str(CHECKPOINT), **limits))
+    return stage
 
 
 def answer(stage: TritonPythonModel, tensors: dict[str, tuple[bytes, ...]]) -> str | None:

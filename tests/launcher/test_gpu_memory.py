@@ -42,22 +42,15 @@ def test_the_shares_are_the_dialled_part_of_the_card(card: int) -> None:
     assert f"of {card:.1f} GiB" in given.describe() and "language model" in given.describe()
 
 
-def test_a_vision_stage_elsewhere_or_with_a_share_of_its_own_leaves_the_rest() -> None:
+def test_a_vision_stage_elsewhere_or_with_a_share_of_its_own_leaves_the_rest(tmp_path: Path) -> None:
     usual = divide(80 * GIB, 0.9, (GIB, 4 * GIB))
-    assert divide(80 * GIB, 0.9, (GIB, 4 * GIB), vision=0).language == usual.language + usual.vision
     assert divide(80 * GIB, 0.9, (GIB, 4 * GIB), vision=3 * GIB).vision == 3 * GIB
     alone = divide(80 * GIB, 0.9, (GIB, 4 * GIB), language=False)
     assert (alone.language, alone.embedding_pool) == (0, 0) and alone.vision > 60 * GIB
-
-
-def test_a_vision_stage_elsewhere_has_no_share_here(tmp_path: Path) -> None:
-    def vision(**environment: str) -> int:
-        said = {f"TESSERA_VISION_ENCODER_{name}": value for name, value in environment.items()}
-        sources = Sources("vision_encoder", {}, said)
-        return divide_for(80 * GIB, ServerSettings(), tmp_path, sources, True, VISION).vision
-
-    assert vision() == divide(80 * GIB, 0.9, (0, 0)).vision
-    assert vision(VISION_URL="other:8001") == 0
+    for url, vision in (("", divide(80 * GIB, 0.9, (0, 0)).vision), ("other:8001", 0)):
+        sources = Sources("vision_encoder", {}, {"TESSERA_VISION_ENCODER_VISION_URL": url})
+        assert divide_for(80 * GIB, ServerSettings(), tmp_path, sources, True, VISION).vision == vision
+    assert divide(80 * GIB, 0.9, (GIB, 4 * GIB), vision=0).language == usual.language + usual.vision
 
 
 def test_a_model_that_is_too_large_is_refused_with_what_to_change() -> None:

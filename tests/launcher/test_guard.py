@@ -1,4 +1,5 @@
-"""The guard with stand-ins for tritonserver: whatever they do, nothing of them stays."""
+"""The guard with stand-ins for tritonserver: whatever they do, nothing of them stays. And the sweep at start: what
+belongs to nobody goes, what belongs to a living server or to others stays."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,7 +62,13 @@ found = "shared" if os.path.exists(folder + "/control") else "lost" if folder el
 pathlib.Path(sys.argv[1]).write_text(found + " " + os.environ["CUDA_VISIBLE_DEVICES"])
 time.sleep(600)
 """
-QUICK = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch(); sys.exit(3)"
+# Leaves a region, and the folder of broken leases that a language model makes.
+QUICK = """
+import os, pathlib, sys
+pathlib.Path(sys.argv[1]).touch()
+os.mkdir(f"/dev/shm/tessera-leases-{os.getpid()}")
+sys.exit(3)
+"""
 
 
 class Guarded:
@@ -106,12 +115,6 @@ def test_the_end_of_a_server_is_reported_with_its_status() -> None:
     end = running.end(stop=False)
     assert end["status"] == 3 << 8  # as waitpid has it: exit code 3
     assert end["removed"] == [f"/dev/shm/{running.prefix}"]
-
-
-def test_the_folder_of_broken_leases_goes_too() -> None:
-    """The language model, which made it, may have been killed."""
-    running = Guarded("import os, sys; os.mkdir(f'/dev/shm/tessera-leases-{os.getpid()}'); sys.exit(3)")
-    assert running.end(stop=False)["status"] == 3 << 8  # it was made
     assert not os.path.exists(f"/dev/shm/tessera-leases-{running.server}")
 
 
@@ -186,17 +189,55 @@ def test_shared_tensors_of_a_process_that_ended_early_are_remembered(tmp_path: P
         Path(f"/dev/shm/torch_{child.pid}_another").unlink()
 
 
-def test_files_of_another_server_are_left_alone(tmp_path: Path) -> None:
-    name = f"tessera-test-{uuid.uuid4().hex}"
-    other = Path("/dev/shm") / name
-    other.touch()
-    try:
-        assert guard.remove_shared_memory(name + "x") == [] and other.exists()
-        assert guard.remove_shared_memory(name) == [str(other)] and not other.exists()
-    finally:
-        other.unlink(missing_ok=True)
-
-
 def test_a_job_that_never_came_is_no_start() -> None:
     done = subprocess.run([sys.executable, "-I", "-S", guard.__file__], input=b"", capture_output=True, timeout=10)
     assert done.returncode == 1 and b"before the job was read" in done.stderr
+
+
+@pytest.fixture
+def prefix() -> Iterator[str]:
+    """The prefix of a server whose guard is alive: its lock is held until the test lets go."""
+    made = f"tessera-{uuid.uuid4().hex[:12]}-"
+    yield made
+    for path in Path("/dev/shm").glob(f"*{made}*"):
+        path.unlink()
+
+
+def test_a_living_guard_keeps_its_own_and_a_dead_one_loses_all(prefix: str) -> None:
+    lock = guard.take_lock(prefix)
+    folder = tempfile.mkdtemp(prefix=Path(guard.ENVIRONMENTS).name.rstrip("*"), dir="/tmp")
+    os.pwrite(lock, folder.encode(), 0)
+    region, other = Path(f"/dev/shm/{prefix}{uuid.uuid4()}"), Path(f"/dev/shm/other-{prefix}")
+    region.touch()
+    other.touch()
+    blocked = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", region.name])
+    try:
+        assert guard.remove_if_gone(prefix) == [] and region.exists() and blocked.poll() is None
+        assert os.path.isdir(folder)
+        os.close(lock)  # what the kernel does when a process ends
+        removed = guard.remove_if_gone(prefix)
+        assert removed in ([str(region), folder], [])  # []: another server of this machine started in this moment
+        assert blocked.wait(10) == -9
+        assert (
+            other.exists()
+            and not region.exists()
+            and not os.path.exists(folder)
+            and not os.path.exists(guard.lock_path(prefix))
+        )
+    finally:
+        blocked.kill()
+        blocked.wait()
+
+
+def test_the_sweep_takes_only_names_of_our_form(prefix: str, tmp_path: Path) -> None:
+    """Of locks, and of the folder that one names."""
+    lock = guard.take_lock(prefix)
+    os.pwrite(lock, str(tmp_path).encode(), 0)
+    os.close(lock)
+    strange = Path("/dev/shm/.tessera-strange-lock")
+    strange.touch()
+    try:
+        guard.sweep()
+        assert strange.exists() and tmp_path.is_dir() and not os.path.exists(guard.lock_path(prefix))
+    finally:
+        strange.unlink()

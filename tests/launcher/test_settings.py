@@ -1,16 +1,30 @@
-"""`--set`, config.pbtxt, the environment and the defaults: what is in force, and who said so."""
+"""`--set`, config.pbtxt, the environment and the defaults: what is in force, and who said so. What a server asks of
+/dev/shm, and what it says where that is less."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tessera.errors import ConfigError
 from tessera.launcher import settings
 from tessera.launcher.cli import serve_main
-from tessera.launcher.settings import INSTANCES, ServerSetup, lay_out, read_config, set_up
+from tessera.launcher.settings import (
+    INSTANCES,
+    MB,
+    Regions,
+    ServerSetup,
+    lay_out,
+    python_processes,
+    read_config,
+    regions,
+    set_up,
+    shortage,
+)
 from tessera.settings.gpu import GIB
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
@@ -47,10 +61,7 @@ def test_each_setting_says_who_set_it(tmp_path: Path) -> None:
         ({"language_model.max_sequence": "3"}, "no such setting; did you mean language_model.max_sequences"),
         ({"vision_encoder.dtype": "float16"}, "it is one for all stages: dtype"),
         ({"xyz": "3"}, "no such setting; known are checkpoint, device"),
-        (
-            {"language_model.max_sequences": "many"},
-            "max_sequences is 'many'; it must be a whole number",
-        ),
+        ({"language_model.max_sequences": "many"}, "max_sequences is 'many'; it must be a whole number"),
         ({"preprocess.instances": "0"}, "preprocess: instances is 0; it must be at least 1"),
         ({"gpu_memory": "1.5"}, "gpu_memory is 1.5; it must be at most 1"),
         ({"gpu_memory": "all"}, "gpu_memory is 'all'; it must be a number"),
@@ -64,20 +75,13 @@ def test_what_is_unknown_or_wrong_is_refused_before_the_start(given: dict[str, s
         set_up(REPOSITORY, None, {"CUDA_VISIBLE_DEVICES": ""}, given)
 
 
-def test_an_unknown_variable_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown environment variable TESSERA_DTYP; did you mean TESSERA_DTYPE"):
-        set_up(REPOSITORY, None, {"TESSERA_DTYP": "float16"}, {})
-    with pytest.raises(ConfigError, match="TESSERA_LANGUAGE_MODEL_MAXSEQUENCES; did you mean TESSERA_LANGUAGE_MODEL_M"):
-        set_up(REPOSITORY, None, {"TESSERA_LANGUAGE_MODEL_MAXSEQUENCES": "1"}, {})
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "find_device", lambda environment: "cuda")
     monkeypatch.setattr(settings, "card_bytes", lambda environment: 80 * GIB)
 
 
-def test_on_a_gpu_the_defaults_and_the_division_are_its_own(gpu: None) -> None:
+def test_on_a_gpu_the_defaults_and_the_division_are_its_own(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = set_up(REPOSITORY, None, {}, {})
     found = rows(setup)
     assert found["device"] == ("cuda", "device") and found["quantization"] == ("checkpoint", "default")
@@ -86,16 +90,10 @@ def test_on_a_gpu_the_defaults_and_the_division_are_its_own(gpu: None) -> None:
     assert setup.division is not None
     half = set_up(REPOSITORY, None, {}, {"gpu_memory": "0.45"}).division
     assert half is not None and half.language < setup.division.language / 2
-    assert rows(set_up(REPOSITORY, None, {}, {"quantization": "fp8-vision"}))["quantization"] == (
-        "fp8-vision",
-        "command line",
-    )
-
-
-def test_where_the_driver_does_not_say_the_size_the_stages_find_it(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized = set_up(REPOSITORY, None, {}, {"quantization": "fp8-vision"})
+    assert rows(quantized)["quantization"] == ("fp8-vision", "command line")
     monkeypatch.setattr(settings, "card_bytes", lambda environment: None)
-    setup = set_up(REPOSITORY, None, {}, {})
-    assert setup.division is None
+    assert set_up(REPOSITORY, None, {}, {}).division is None  # the stages find the size
 
 
 def test_instances_and_a_choice_of_models_are_links_to_the_repository(tmp_path: Path) -> None:
@@ -104,9 +102,8 @@ def test_instances_and_a_choice_of_models_are_links_to_the_repository(tmp_path: 
     laid_out = lay_out(REPOSITORY, None, setup, tmp_path / "eight")
     assert read_config(laid_out / "preprocess" / "config.pbtxt").instance_group[0].count == 8
     assert (laid_out / "preprocess" / "1").resolve() == REPOSITORY / "preprocess" / "1"
-    assert {path.name for path in laid_out.iterdir()} == {
-        path.parent.name for path in REPOSITORY.glob("*/config.pbtxt")
-    }
+    models = sorted(path.parent.name for path in REPOSITORY.glob("*/config.pbtxt"))
+    assert sorted(path.name for path in laid_out.iterdir()) == models
     named = set_up(REPOSITORY, "tensorrt", {INSTANCES: "5"}, {})
     file = lay_out(REPOSITORY, "tensorrt", named, tmp_path / "named") / "preprocess" / "configs" / "tensorrt.pbtxt"
     assert read_config(file).instance_group[0].count == 5
@@ -128,9 +125,56 @@ def test_the_table_is_shown_and_nothing_started(capsys: pytest.CaptureFixture[st
     assert "no such setting; did you mean preprocess.resize" in capsys.readouterr().err
 
 
-def test_one_setting_for_all_stages_cannot_differ_between_their_files(tmp_path: Path) -> None:
+def test_one_setting_for_all_stages_cannot_differ_between_their_files_and_has_one_variable(tmp_path: Path) -> None:
     shutil.copytree(REPOSITORY, tmp_path / "models")
     file = tmp_path / "models" / "vision_encoder" / "config.pbtxt"
     file.write_text(file.read_text() + '\nparameters [ { key: "checkpoint" value { string_value: "/other" } } ]\n')
     with pytest.raises(ConfigError, match="checkpoint is .* for one stage and /other for another"):
         set_up(tmp_path / "models", None, {}, {})
+    with pytest.raises(ConfigError, match="unknown environment variable TESSERA_DTYP; did you mean TESSERA_DTYPE"):
+        set_up(REPOSITORY, None, {"TESSERA_DTYP": "float16"}, {})
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how many MB are free."""
+    usage = SimpleNamespace()
+    monkeypatch.setattr(settings.shutil, "disk_usage", lambda path: usage)
+    return lambda megabytes: setattr(usage, "free", megabytes * MB)
+
+
+def test_every_instance_of_a_python_model_is_a_process():
+    assert python_processes(REPOSITORY, None, ServerSetup({}, [], "cpu")) == 6
+    assert python_processes(REPOSITORY, "tensorrt", ServerSetup({}, [], "cuda")) == 5  # the plan is none
+    assert python_processes(REPOSITORY, None, ServerSetup({}, [], "cuda", instances=8)) == 12
+    assert python_processes(REPOSITORY, None, ServerSetup({}, [], "cuda", only=("vision_encoder",))) == 1
+
+
+@pytest.mark.parametrize(
+    "megabytes, processes, servers, start",
+    [(2048, 6, 1, 64), (2047, 6, 1, 1), (64, 6, 1, 1), (2500, 30, 1, 1), (3000, 30, 1, 64), (4000, 6, 2, 1)],
+)
+def test_regions_are_small_where_large_ones_would_not_fit(free, megabytes, processes, servers, start):
+    free(megabytes)
+    assert regions(processes, servers).start == start * MB
+    assert (shortage(processes, servers) is None) == (start > 1)
+
+
+def test_too_little_is_said_with_what_is_wanted(free):
+    free(64)
+    assert shortage(6) == (
+        "/dev/shm has 64 MB free, and 6 Python processes should have 2048 MB there: they begin with 1 MB each, and "
+        "what finds no more is refused as UNAVAILABLE; enlarge it (docker run --shm-size=2g)"
+    )
+    assert "and 24 Python processes should have 8192 MB" in (shortage(6, servers=4) or "")
+
+
+def test_what_can_never_do_is_refused(free):
+    free(11)
+    words = "11 MB free, and the 6 Python processes need at least 12 MB there; enlarge it"
+    with pytest.raises(ConfigError, match=words):
+        shortage(6)
+    with pytest.raises(ConfigError, match=words):
+        regions(6)
+    free(12)
+    assert regions(6) == Regions(6, MB, MB)

@@ -15,29 +15,13 @@ from http_door import post, read, total
 
 import scene
 from tessera.models.family import checkpoint_id
-from tessera_client import Client, Models, ServedModel
+from tessera_client import ServedModel
 
 pytestmark = pytest.mark.server
 
 QUESTION = "Is there an exposed wire?"
 LONG = "Describe the room."
 CHECKPOINT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
-
-
-@pytest.fixture(scope="module")
-def picture() -> bytes:
-    return scene.encode_jpeg(scene.sample(7, "heldout"))
-
-
-@pytest.fixture(scope="module")
-def other_picture() -> bytes:
-    return scene.encode_jpeg(scene.sample(8, "heldout"))
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with Client(server.grpc_url) as client:
-        yield client
 
 
 def generate_body(picture: bytes, **more) -> dict:
@@ -68,8 +52,8 @@ def test_a_stage_has_sent_its_first_tensor_before_it_is_ready(server, stage):
     assert f"{stage}: sends its first tensor, on cpu" in before_ready
 
 
-def test_every_way_in_gives_the_same_answer(server, client, picture):
-    answer = client.ask(picture, QUESTION, max_tokens=8)
+def test_every_way_in_gives_the_same_answer(server, doors, picture):
+    answer = doors["grpc"].ask(picture, QUESTION, max_tokens=8)
     assert answer.text in ("yes", "no")
     assert answer.finish_reason == "stop"
     assert answer.usage.image_tokens > 0
@@ -77,12 +61,10 @@ def test_every_way_in_gives_the_same_answer(server, client, picture):
     assert answer.timings.vision > 0
     assert answer.timings.first_token > 0
 
-    with client.stream(picture, QUESTION, max_tokens=8) as stream:
-        assert "".join(delta.text for delta in stream) == answer.text
-    with Client(server.http_url) as http:
-        assert http.ask(picture, QUESTION, max_tokens=8).text == answer.text
-    with Client(server.grpc_url, models=Models(vlm="vlm_stream")) as front:
-        assert front.ask(picture, QUESTION, max_tokens=8).text == answer.text
+    for door in doors.values():
+        assert door.ask(picture, QUESTION, max_tokens=8).text == answer.text
+        with door.stream(picture, QUESTION, max_tokens=8) as stream:
+            assert "".join(delta.text for delta in stream) == answer.text
 
     status, text = post(f"{server.http_url}/v2/models/vlm_unary/generate", generate_body(picture))
     assert status == 200
@@ -99,7 +81,8 @@ def test_every_way_in_gives_the_same_answer(server, client, picture):
     assert [event["finish_reason"] for event in events][-1] == "stop"
 
 
-def test_messages_images_and_no_image(client, picture, other_picture):
+def test_messages_images_and_no_image(client, picture):
+    other_picture = scene.encode_jpeg(scene.sample(8, "heldout"))
     alone = client.ask(picture, QUESTION, max_tokens=8)
     url = "data:image/jpeg;base64," + base64.b64encode(picture).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
@@ -121,13 +104,6 @@ def test_messages_images_and_no_image(client, picture, other_picture):
     assert text_only.usage.image_tokens == 0
     assert text_only.usage.completion_tokens == 4
     assert text_only.finish_reason == "length"
-
-
-def test_many_at_once_answer_as_one_by_one(client, picture, other_picture):
-    jobs = [(picture if i % 2 else other_picture, f"{QUESTION}{' ' * (i // 2)}") for i in range(12)]
-    alone = [client.ask(*job, max_tokens=8, max_tiles=3).text for job in jobs]
-    together = [answer.text for answer in client.ask_many(jobs, concurrency=12, max_tokens=8, max_tiles=3)]
-    assert together == alone
 
 
 def test_a_control_request_cancels_by_request_id(server):
@@ -166,10 +142,9 @@ def test_logprobs_seed_and_stop(client, picture):
     assert client.ask(picture, LONG, max_tokens=24, stop=word).text == whole[: whole.index(word)]
 
 
-def test_a_client_is_told_which_checkpoint_is_served(server):
-    for url in (server.grpc_url, server.http_url):
-        with Client(url) as client:
-            assert client.served() == ServedModel(checkpoint_id(CHECKPOINT).hex(), "internvl")
+def test_a_client_is_told_which_checkpoint_is_served(doors):
+    for door in doors.values():
+        assert door.served() == ServedModel(checkpoint_id(CHECKPOINT).hex(), "internvl")
 
 
 def test_the_metrics_page_shows_the_engine(server, client, picture):

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from toy_servers import BROKEN, COUNT, CRASHING, ECHO, SLOW, STARVED, Launched, add_model, all_gone, is_stub, wait_until
+from toy_servers import BROKEN, CRASHING, ECHO, SLOW, STARVED, Launched, add_model, all_gone, is_stub, wait_until
 
 from tessera.launcher import process
 from tessera.launcher.guard import descendants
@@ -27,24 +27,14 @@ from tessera.launcher.process import Server, ServerStartError
 pytestmark = pytest.mark.server
 
 
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("toy")
-    add_model(folder, "echo", ECHO, "TYPE_STRING")
-    add_model(folder, "count", COUNT, "TYPE_INT32", decoupled=True)
-    return folder
+@pytest.fixture
+def options(toys: Path, tmp_path: Path) -> ServerOptions:
+    return ServerOptions(toys, http_port=0, grpc_port=0, metrics_port=0, log_path=tmp_path / "log", exit_timeout_s=1)
 
 
 @pytest.fixture
-def options(repository: Path, tmp_path: Path) -> ServerOptions:
-    return ServerOptions(
-        repository, http_port=0, grpc_port=0, metrics_port=0, log_path=tmp_path / "log", exit_timeout_s=1
-    )
-
-
-@pytest.fixture
-def launched(repository: Path, tmp_path: Path) -> Iterator[Launched]:
-    running = Launched(repository, tmp_path / "log")
+def launched(toys: Path, tmp_path: Path) -> Iterator[Launched]:
+    running = Launched(toys, tmp_path / "log")
     yield running
     running.process.kill()
     running.process.communicate()
@@ -112,8 +102,8 @@ def test_a_killed_launcher_takes_the_server_along(launched: Launched) -> None:
     assert wait_until(lambda: not any(os.path.exists(path) for path in regions))
 
 
-def test_without_restarts_a_crashed_server_ends_the_launcher_with_one_line(repository: Path, tmp_path: Path) -> None:
-    launched = Launched(repository, tmp_path / "log", "--no-restart")
+def test_without_restarts_a_crashed_server_ends_the_launcher_with_one_line(toys: Path, tmp_path: Path) -> None:
+    launched = Launched(toys, tmp_path / "log", "--no-restart")
     regions = launched.regions()
     os.kill(launched.server_pid, signal.SIGKILL)
     _, errors = launched.process.communicate(timeout=10)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from http_door import post
-from toy_servers import COUNT, DYING, PINGED, Launched, add_model, all_gone, wait_until
+from toy_servers import DYING, Launched, add_model, all_gone, wait_until
 
 from tessera.launcher import guard
 from tessera.launcher.options import ServerOptions
@@ -24,19 +24,11 @@ from tessera_command.cli import main as tessera
 pytestmark = [pytest.mark.server, pytest.mark.faults]
 
 
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("toy")
-    add_model(folder, "pinged", PINGED, "TYPE_STRING")
-    add_model(folder, "count", COUNT, "TYPE_INT32", decoupled=True)
-    return folder
-
-
 @pytest.fixture
-def launched(repository: Path, tmp_path: Path) -> Iterator[Launched]:
+def launched(toys: Path, tmp_path: Path) -> Iterator[Launched]:
     # The user's own choice of a control mode, in which models can be unloaded, is left to stand.
     explicit = ("--", "--model-control-mode=explicit", "--load-model=*")
-    running = Launched(repository, tmp_path / "log", "--ping-interval", "0.1", "--ping-timeout", "2", *explicit)
+    running = Launched(toys, tmp_path / "log", "--ping-interval", "0.1", "--ping-timeout", "2", *explicit)
     yield running
     running.process.kill()
     running.process.communicate()
@@ -44,7 +36,7 @@ def launched(repository: Path, tmp_path: Path) -> Iterator[Launched]:
 
 def ask(launched: Launched, text: str) -> str:
     body = {"inputs": [{"name": "IN", "shape": [1], "datatype": "BYTES", "data": [text]}]}
-    status, answer = post(f"http://{launched.url('http')}/v2/models/pinged/infer", body)
+    status, answer = post(f"http://{launched.url('http')}/v2/models/echo/infer", body)
     assert status == 200, answer
     return json.loads(answer)["outputs"][0]["data"][0]
 
@@ -53,18 +45,18 @@ def test_a_stage_that_hangs_is_restarted_on_the_same_ports(
     launched: Launched, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = ["--url", launched.url("grpc"), "--health-url", launched.url("health")]
-    assert wait_until(lambda: launched.health()["stages"]["pinged_0_0"]["last_ping_ms"] is not None)
+    assert wait_until(lambda: launched.health()["stages"]["echo_0_0"]["last_ping_ms"] is not None)
     before = launched.health()
-    assert before["state"] == "ready" and set(before["stages"]) == {"tritonserver", "count_0_0", "pinged_0_0"}
-    os.kill(before["stages"]["pinged_0_0"]["pid"], signal.SIGSTOP)  # alive, and does nothing
+    assert before["state"] == "ready" and set(before["stages"]) == {"tritonserver", "count_0_0", "echo_0_0"}
+    os.kill(before["stages"]["echo_0_0"]["pid"], signal.SIGSTOP)  # alive, and does nothing
     assert wait_until(lambda: launched.health()["state"] == "restarting")
     assert tessera(["status", *url]) == 3
     assert "restarting" in capsys.readouterr().out
     assert wait_until(lambda: launched.health()["state"] == "ready")
     assert ask(launched, "again") == "again"  # at the address of the first line
     after = launched.health()
-    assert after["restarts"] == 1 and after["reason"].startswith("pinged has not answered for 2 s")
-    assert after["stages"]["pinged_0_0"]["pid"] != before["stages"]["pinged_0_0"]["pid"]
+    assert after["restarts"] == 1 and after["reason"].startswith("echo has not answered for 2 s")
+    assert after["stages"]["echo_0_0"]["pid"] != before["stages"]["echo_0_0"]["pid"]
     launched.process.terminate()
     output, errors = launched.process.communicate(timeout=10)
     assert launched.process.returncode == 0 and output.count("tessera: ready in") == 1  # and the one read before
@@ -114,8 +106,8 @@ def test_a_crash_loop_is_given_up_with_one_clear_line(tmp_path: Path) -> None:
     assert (tmp_path / "log.1").exists()  # the log of the run before the last
 
 
-def test_leftovers_of_a_killed_launcher_and_guard_go_with_the_next_start(repository: Path, tmp_path: Path) -> None:
-    running = Launched(repository, tmp_path / "log")
+def test_leftovers_of_a_killed_launcher_and_guard_go_with_the_next_start(toys: Path, tmp_path: Path) -> None:
+    running = Launched(toys, tmp_path / "log")
     regions = running.regions()
     prefix = os.path.basename(regions[0]).rpartition("-")[0][:21]
     lock = guard.lock_path(prefix)
@@ -127,7 +119,7 @@ def test_leftovers_of_a_killed_launcher_and_guard_go_with_the_next_start(reposit
     running.process.communicate()
     assert wait_until(lambda: all_gone(running.pids[:1]))
 
-    options = ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0, log_path=tmp_path / "log2")
+    options = ServerOptions(toys, http_port=0, grpc_port=0, metrics_port=0, log_path=tmp_path / "log2")
     with Server(options) as server:
         # Whichever server of this machine started next has removed them: here not necessarily this one.
         assert not glob.glob(f"/dev/shm/{prefix}*") and not os.path.exists(folder) and not os.path.exists(lock)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from http_door import post
-from toy_servers import ECHO, Launched, add_model, all_gone, wait_until
+from toy_servers import Launched, add_model, all_gone, wait_until
 
 from clients import toy_model
 from tessera.launcher.guard import descendants
@@ -54,10 +54,16 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(repository: Path) -> Iterator[Launched]:
-    flags = ("--gpus", "0,1", "--device", "cpu", "--ping-interval", "0.5", "--checkpoint", str(CHECKPOINT))
-    running = Launched(repository, repository / "server.log", *flags)
+    """Leaves nothing when it is told to end."""
+    options = ("--gpus", "0,1", "--device", "cpu", "--ping-interval", "0.5", "--checkpoint", str(CHECKPOINT))
+    running = Launched(repository, repository / "server.log", *options)
     yield running
-    running.process.kill()
+    flags = [flag for pid in servers(running) for flag in command_line(pid) if "shm-region-prefix-name=" in flag]
+    regions = [path for flag in flags for path in glob.glob(f"/dev/shm/{flag.rpartition('=')[2]}*")]
+    left = descendants(running.process.pid)
+    assert sum(map(os.path.isfile, regions)) == 8  # of four stubs each
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(10) == 0 and all_gone(left) and not any(map(os.path.exists, regions))
     running.process.communicate()
 
 
@@ -143,15 +149,3 @@ def test_a_killed_server_comes_back_and_the_other_does_its_work_meanwhile(
     assert gpu(front(http[0], "again")) == "0"
     assert tessera(["status", "--url", ",".join(grpc), "--health-url", service.url("health")]) == 0
     assert "restarts 1" in capsys.readouterr().out
-
-
-def test_sigterm_ends_all_and_leaves_nothing(tmp_path: Path) -> None:
-    add_model(tmp_path / "models", "echo", ECHO, "TYPE_STRING")
-    service = Launched(tmp_path / "models", tmp_path / "log", "--gpus", "0,1", "--device", "cpu")
-    flags = [flag for pid in servers(service) for flag in command_line(pid) if "shm-region-prefix-name=" in flag]
-    regions = [path for flag in flags for path in glob.glob(f"/dev/shm/{flag.rpartition('=')[2]}*")]
-    assert sum(map(os.path.isfile, regions)) == 2 and len(service.pids) == 6  # a guard, a tritonserver and a stub each
-    service.process.send_signal(signal.SIGTERM)
-    output, errors = service.process.communicate(timeout=10)
-    assert service.process.returncode == 0 and (output, errors) == ("tessera: stopped\n", "")
-    assert all_gone(service.pids) and not any(os.path.exists(path) for path in regions)

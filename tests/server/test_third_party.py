@@ -12,18 +12,11 @@ from pathlib import Path
 import pytest
 from http_door import post
 
-import scene
-
 pytestmark = pytest.mark.server
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTION = "Is there an exposed wire?"
 GPU_ONLY = {"nv_gpu_utilization", "nv_gpu_memory_used_bytes", "nv_gpu_memory_total_bytes"}
-
-
-@pytest.fixture(scope="module")
-def picture() -> bytes:
-    return scene.encode_jpeg(scene.sample(7, "heldout"))
 
 
 def generate_body(picture: bytes | None, text: str = QUESTION, **sampling) -> dict:
@@ -92,23 +85,6 @@ def test_contents_of_requests_never_reach_the_log(server, picture):
     assert "HTTPService" in log  # it is the log we think it is
     assert marker not in log
     assert base64.b64encode(marker.encode()).decode()[:40] not in log
-
-
-def test_the_server_listens_on_loopback_only(server):
-    """By the kernel's table: local addresses of listening sockets, little-endian hexadecimal."""
-    ports = {
-        int(url.rpartition(":")[2].partition("/")[0]) for url in (server.http_url, server.grpc_url, server.metrics_url)
-    }
-    found = {}
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            local, state = line.split()[1], line.split()[3]
-            address, _, port = local.partition(":")
-            if state == "0A" and int(port, 16) in ports:
-                found.setdefault(int(port, 16), set()).add(address)
-    assert set(found) == ports
-    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-    assert set().union(*found.values()) <= loopback
 
 
 def test_the_administrative_endpoints_are_closed(server, tmp_path):

@@ -18,18 +18,22 @@ import tessera
 from tessera.launcher.guard import descendants
 from tessera.launcher.process import command_line
 
+# As the stages do, it answers pings; "sleep" takes half a second.
 ECHO = """
+import time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def execute(self, requests):
-        return [
-            pb_utils.InferenceResponse([
-                pb_utils.Tensor("OUT", pb_utils.get_input_tensor_by_name(request, "IN").as_numpy())
-            ])
-            for request in requests
-        ]
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        ping = pb_utils.get_input_tensor_by_name(request, "PING")
+        asked = pb_utils.get_input_tensor_by_name(request, "IN") if ping is None else ping
+        if ping is None and asked.as_numpy()[0] == b"sleep":
+            time.sleep(0.5)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", asked.as_numpy())])
 """
 # Sends as many answers as asked for; for -1 sends one and never ends the request.
 COUNT = """
@@ -96,25 +100,6 @@ class TritonPythonModel:
         pid = os.getpid()
         subprocess.Popen(["sh", "-c", f"kill -STOP {pid}; sleep 2.5; kill -CONT {pid}"])
         time.sleep(1)
-"""
-
-
-# As the stages do, it answers pings; "sleep" takes half a second.
-PINGED = """
-import time
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.answer(request) for request in requests]
-
-    def answer(self, request):
-        ping = pb_utils.get_input_tensor_by_name(request, "PING")
-        asked = pb_utils.get_input_tensor_by_name(request, "IN") if ping is None else ping
-        if ping is None and asked.as_numpy()[0] == b"sleep":
-            time.sleep(0.5)
-        return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", asked.as_numpy())])
 """
 
 

@@ -1,18 +1,21 @@
-"""Settings, tensors, errors, responders and the outbox, against a stand-in for the Python backend."""
+"""Settings, tensors, errors, responders, the outbox and a lost GPU, against a stand-in for the Python backend."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import re
+import subprocess
+import sys
 import threading
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from fakes.backend import InferenceRequest, InferenceResponse, Tensor, strings, wait_until
+from fakes.backend import InferenceRequest, InferenceResponse, strings, wait_until
 
-from tessera.errors import ConfigError, InvalidRequest, Unavailable
+from tessera.errors import ConfigError, InvalidRequest, Unavailable, end_process_if_lost, lost_device
 from tessera.settings.stages import VisionSettings
 from tessera.tritonserver import tensors
 from tessera.tritonserver.failures import error_response, log_exception
@@ -20,41 +23,34 @@ from tessera.tritonserver.gpu_pool import answer_warm_up
 from tessera.tritonserver.metrics import Gauge, write_to_server_log
 from tessera.tritonserver.responder import Channel, Outbox, Responder
 from tessera.tritonserver.settings import StageSettings
+from tessera.tritonserver.tensors import packed, unpacked
 
 
-def stage_args(tmp_path, **parameters):
+def settings(tmp_path, environment, **parameters):
+    """Of a vision stage."""
     config = {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
-    return {
-        "model_name": "vision_encoder",
-        "model_config": json.dumps(config),
-        "model_repository": str(tmp_path / "models" / "vision_encoder"),
-    }
+    folder = str(tmp_path / "models" / "vision_encoder")
+    args = {"model_name": "vision_encoder", "model_config": json.dumps(config), "model_repository": folder}
+    return StageSettings(args, environment)
 
 
 def test_settings_come_from_the_config_and_yield_to_the_environment(tmp_path):
-    args = stage_args(tmp_path, threads="2", visual_infer_batch_size="3", checkpoint="../weights")
+    parameters = {"threads": "2", "visual_infer_batch_size": "3", "checkpoint": "../weights"}
     for name in ("models", "weights", "other"):
         (tmp_path / name).mkdir()
-    plain = StageSettings(args, {})
-    read = plain.read(VisionSettings)
-    assert (read.threads, read.infer_batch_size, read.device) == (2, 3, "cpu")
-    assert plain.checkpoint == tmp_path / "weights"
-    environment = {
-        "TESSERA_THREADS": "4",
-        "TESSERA_VISION_ENCODER_VISUAL_INFER_BATCH_SIZE": "8",
-        "TESSERA_CHECKPOINT": str(tmp_path / "other"),
-    }
-    overridden = StageSettings(args, environment)
-    read = overridden.read(VisionSettings)
-    assert (read.threads, read.infer_batch_size) == (4, 8)
-    assert overridden.checkpoint == tmp_path / "other"
+    others = {"THREADS": "4", "VISION_ENCODER_VISUAL_INFER_BATCH_SIZE": "8", "CHECKPOINT": str(tmp_path / "other")}
+    for environment, threads, size, folder in (({}, 2, 3, "weights"), (others, 4, 8, "other")):
+        environment = {f"TESSERA_{name}": value for name, value in environment.items()}
+        stage = settings(tmp_path, environment, **parameters)
+        read = stage.read(VisionSettings)
+        assert (read.threads, read.infer_batch_size, read.device) == (threads, size, "cpu")
+        assert stage.checkpoint == tmp_path / folder
 
 
 def test_where_nothing_is_set_the_dataclass_and_the_device_say_it(tmp_path, monkeypatch):
-    cpu = StageSettings(stage_args(tmp_path), {}).read(VisionSettings)
-    assert cpu == VisionSettings()
+    assert settings(tmp_path, {}).read(VisionSettings) == VisionSettings()
     monkeypatch.setattr(StageSettings, "_division", None)
-    read = StageSettings(stage_args(tmp_path), {"TESSERA_DEVICE": "cuda"}).read(VisionSettings)
+    read = settings(tmp_path, {"TESSERA_DEVICE": "cuda"}).read(VisionSettings)
     assert (read.device, read.runner, read.dtype, read.infer_batch_size) == ("cuda", "graph", "bfloat16", 16)
 
 
@@ -63,29 +59,21 @@ def test_variables_of_others_are_let_be(tmp_path):
     others = ["GPU_MEMORY", "MAX_MODEL_LEN", "LANGUAGE_MODEL_X", "CACHE", "COMMIT", "URL", "HEALTH_URL", "MEMORY"]
     others += ["SERVICE_HOST", "SERVICE_PORT_GRPC", "PORT", "PORT_8001_TCP", "PORT_8001_TCP_ADDR", "REQUIRE_TENSORRT"]
     environment = {f"TESSERA_{name}": "1" for name in others} | {"TESSERACT": "x"}
-    StageSettings(stage_args(tmp_path, device="cpu"), environment).read(VisionSettings)
+    settings(tmp_path, environment, device="cpu").read(VisionSettings)
 
 
 @pytest.mark.parametrize(
     ("parameters", "environment", "words"),
     [
         ({"threads": "many"}, {}, "threads is 'many'; it must be a whole number"),
-        (
-            {"quantization": "int3"},
-            {},
-            "quantization is 'int3'; it must be one of checkpoint, fp8, fp8-language, fp8-v",
-        ),
+        ({"quantization": "int3"}, {}, "is 'int3'; it must be one of checkpoint, fp8, fp8-language, fp8-v"),
         ({"cache_bytes": "-1"}, {}, "cache_bytes is -1; it must be at least 0"),
         ({"cash_bytes": "1"}, {}, "vision_encoder/config.pbtxt: unknown parameter 'cash_bytes'; did you mean cache_b"),
         ({}, {"TESSERA_VISION_ENCODER_CASH_BYTES": "1"}, "unknown .*_CASH_BYTES; did you mean .*_ENCODER_CACHE_BYTES"),
         ({}, {"TESSERA_DEVICE": "tpu"}, "device is 'tpu'; it must be one of auto, cpu, cuda"),
         ({}, {"TESSERA_DTYP": "float16"}, "unknown environment variable TESSERA_DTYP; did you mean TESSERA_DTYPE"),
         ({}, {"TESSERA_LANGUAGE_MODLE_WEIGHTS": "x"}, "unknown environment variable TESSERA_LANGUAGE_MODLE_WEIGHTS"),
-        (
-            {"vision_url": "eyes:8001"},
-            {"TESSERA_DEVICE": "cuda"},
-            "vision_url is set in config.pbtxt, where the other stages",
-        ),
+        ({"vision_url": "eyes:8001"}, {"TESSERA_DEVICE": "cuda"}, "vision_url is set in config.pbtxt, where the other"),
     ],
 )
 def test_what_is_unknown_or_wrong_is_refused_with_what_is_allowed(
@@ -93,7 +81,7 @@ def test_what_is_unknown_or_wrong_is_refused_with_what_is_allowed(
 ):
     monkeypatch.setattr(StageSettings, "_division", None)
     with pytest.raises(ConfigError, match=words):
-        StageSettings(stage_args(tmp_path, **parameters), environment).read(VisionSettings)
+        settings(tmp_path, environment, **parameters).read(VisionSettings)
 
 
 def test_text_inputs_must_be_single_and_utf8(backend):
@@ -103,8 +91,6 @@ def test_text_inputs_must_be_single_and_utf8(backend):
     with pytest.raises(InvalidRequest, match=r"'messages' is not valid UTF-8 \(byte 0\)"):
         tensors.text(request, "messages")
     assert tensors.text(request, "absent") is None
-    assert tensors.flag(InferenceRequest([Tensor("stream", np.array([False]))]), "stream", True) is False
-    assert tensors.flag(InferenceRequest([]), "stream", True) is True
 
 
 @pytest.mark.parametrize(
@@ -253,3 +239,51 @@ def test_nobody_else_speaks_with_the_server_while_it_shares_its_gpu_pool(backend
     for thread in threads:
         thread.join(5)
     assert request.sender.final and sorted(spoken) == ["error", "line", "metric"]
+
+
+def test_float32_rows_arrive_bit_for_bit():
+    rows = torch.randn(6, 10, generator=torch.Generator().manual_seed(1))[::2]  # not contiguous
+    rows[0, 0], rows[1, 1] = 1e-40, torch.inf
+    sent = packed(rows)
+    assert (sent.dtype, sent.shape) == (torch.bfloat16, (3, 20)) and sent.is_contiguous()
+    assert torch.equal(unpacked(sent, 10), rows)
+
+
+def test_narrow_rows_are_bfloat16():
+    rows = torch.randn(3, 10, generator=torch.Generator().manual_seed(1))
+    for dtype in (torch.bfloat16, torch.float16):
+        sent = packed(rows.to(dtype))
+        assert sent.dtype == torch.bfloat16 and torch.equal(sent, rows.to(dtype).bfloat16())
+        assert unpacked(sent, 10) is sent
+
+
+LOST = """
+import torch
+from tessera.errors import end_process_if_lost
+
+class Stream:
+    def query(self):
+        raise RuntimeError("CUDA error: device-side assert triggered\\nCompile with ...")
+
+torch.cuda.is_initialized = lambda: True
+torch.cuda.current_stream = Stream
+try:
+    end_process_if_lost()
+finally:
+    print("lived on")
+"""
+
+
+def test_without_a_gpu_or_with_a_busy_one_nothing_is_lost(monkeypatch):
+    assert lost_device() is None
+    end_process_if_lost()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=lambda: False))
+    assert lost_device() is None
+
+
+def test_the_process_of_a_lost_gpu_ends_at_once_and_says_why():
+    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    told = r"the GPU is lost to process \d+, which ends: CUDA error: device-side assert triggered\n"
+    assert re.fullmatch(told, done.stderr)

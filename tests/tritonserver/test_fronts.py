@@ -131,6 +131,9 @@ def test_stream_relays_every_response_and_then_ends(relay):
     ensemble = Ensemble(lambda _: [answer_of("a"), LAST])
     assert relay(STREAM, ensemble, InferenceRequest([QUESTION])) == [BEGUN, ANSWERED]
     assert next(iter(ensemble.requests.values()))["stream"].data == b"\1"
+    broken = Ensemble(lambda _: [answer_of("a"), errors.ConnectionFailed("the line broke")])
+    first, last = relay(STREAM, broken, InferenceRequest([QUESTION]))
+    assert len(broken.requests) == 1 and first == BEGUN and last["code"] == "UNAVAILABLE"
 
 
 @both
@@ -146,12 +149,6 @@ def test_stream_relays_every_response_and_then_ends(relay):
 def test_an_error_of_the_ensemble_reaches_the_client_once_with_its_code(relay, name, error, code):
     (answer,) = relay(name, Ensemble(lambda _: [error]), InferenceRequest([]))
     assert answer["code"] == code and error.message in answer["words"]
-
-
-def test_a_stream_that_breaks_after_its_first_part_is_not_begun_again(relay):
-    ensemble = Ensemble(lambda _: [answer_of("a"), errors.ConnectionFailed("the line broke")])
-    first, last = relay(STREAM, ensemble, InferenceRequest([QUESTION]))
-    assert len(ensemble.requests) == 1 and first == BEGUN and last["code"] == "UNAVAILABLE"
 
 
 @both
@@ -187,36 +184,23 @@ def test_a_ping_is_answered_by_the_front_itself(relay, name):
     assert answers == ([{"finish_reason": [b""]}] if name == UNARY else []) and not ensemble.requests
 
 
-def sent_sampling(ensemble: Ensemble) -> dict[str, Any]:
-    (sent,) = ensemble.requests.values()
-    (sampling,) = elements(sent["sampling_parameters"].data)
-    return json.loads(sampling)
-
-
-def test_a_timeout_travels_in_the_sampling_parameters(relay):
-    ensemble = Ensemble(lambda _: [LAST])
-    fine = InferenceRequest([strings("sampling_parameters", b'{"max_tokens": 3}')], timeout=500)
-    refused = InferenceRequest([strings("sampling_parameters", b"not json")], timeout=500)
-    _, answer = relay(UNARY, ensemble, fine, refused)
-    assert sent_sampling(ensemble) == {"timeout_us": 500, "max_tokens": 3}
-    assert answer["code"] == "INVALID_ARG" and "'sampling_parameters' is not valid JSON" in answer["words"]
-
-
 @both
-def test_request_parameters_travel_in_the_sampling_parameters(relay, name):
+def test_request_parameters_and_a_timeout_travel_in_the_sampling_parameters(relay, name):
+    def sent() -> dict[str, Any]:
+        (sampling,) = elements(inputs["sampling_parameters"].data)
+        return json.loads(sampling)
+
     ensemble = Ensemble(lambda _: [LAST])
     parameters = '{"id": "7", "top_k": 5, "stream": false, "exclude_input_in_output": true, "timeout": 900}'
-    relay(
-        name, ensemble, InferenceRequest([strings("sampling_parameters", b'{"max_tokens": 3}')], parameters=parameters)
-    )
-    assert sent_sampling(ensemble) == {"max_tokens": 3, "top_k": 5, "timeout_us": 900}
-    (sent,) = ensemble.requests.values()
-    assert (sent["stream"].data, sent["exclude_input_in_output"].data) == (b"\0", b"\1")
-
-
-def test_an_ensemble_without_an_answer_is_an_error_and_never_silence(relay):
-    (answer,) = relay(UNARY, Ensemble(lambda _: []), InferenceRequest([QUESTION]))
-    assert "no answer" in answer["words"]
+    given = [strings("sampling_parameters", b'{"max_tokens": 3}')]
+    relay(name, ensemble, InferenceRequest(given, parameters=parameters))
+    (inputs,) = ensemble.requests.values()
+    assert sent() == {"max_tokens": 3, "top_k": 5, "timeout_us": 900}
+    assert (inputs["stream"].data, inputs["exclude_input_in_output"].data) == (b"\0", b"\1")
+    ensemble.requests.clear()
+    relay(name, ensemble, InferenceRequest(given, timeout=500))
+    (inputs,) = ensemble.requests.values()
+    assert sent() == {"timeout_us": 500, "max_tokens": 3}
 
 
 @both
@@ -225,12 +209,14 @@ def test_an_answer_that_cannot_be_relayed_is_an_error(relay, name):
     broken.raw_output_contents[0] = b"\1"
     (answer,) = relay(name, Ensemble(lambda _: [broken]), InferenceRequest([QUESTION]))
     assert answer["code"] == "INTERNAL"
+    assert "no answer" in str(relay(UNARY, Ensemble(lambda _: []), InferenceRequest([QUESTION])))  # never silence
 
 
 def test_what_only_preprocess_judges_passes_through(relay):
     """Text that is no UTF-8, and whatever tensor the ensemble learns to take."""
     ensemble = Ensemble(lambda _: [LAST])
     odd = InferenceRequest([strings("text_input", b"\xff"), strings("new", b"x")], "mine")
-    relay(UNARY, ensemble, odd, InferenceRequest([strings("sampling_parameters", b"\xff")], "timed", timeout=500))
+    _, refused = relay(UNARY, ensemble, odd, InferenceRequest([strings("sampling_parameters", b"\xff")], "timed"))
+    assert refused["code"] == "INVALID_ARG" and "'sampling_parameters' is not valid UTF-8" in refused["words"]
     assert ensemble.requests["mine"]["text_input"] == bytes_tensor("text_input", b"\xff")
     assert ensemble.requests["mine"]["new"] == bytes_tensor("new", b"x") and "timed" not in ensemble.requests

@@ -1,0 +1,42 @@
+"""A picture that no training has seen, the SDK's ways to the shared server, and a repository of toy models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from toy_servers import COUNT, ECHO, add_model
+
+import scene
+from tessera.launcher.process import Server
+from tessera_client import Client, Models
+
+
+@pytest.fixture(scope="session")
+def picture() -> bytes:
+    return scene.encode_jpeg(scene.sample(7, "heldout"))
+
+
+@pytest.fixture(scope="session")
+def doors(server: Server) -> Iterator[dict[str, Client]]:
+    with (
+        Client(server.grpc_url) as grpc,
+        Client(server.http_url) as http,
+        Client(server.grpc_url, models=Models(vlm="vlm_stream")) as front,
+    ):
+        yield {"grpc": grpc, "http": http, "front": front}
+
+
+@pytest.fixture(scope="session")
+def client(doors: dict[str, Client]) -> Client:
+    return doors["grpc"]
+
+
+@pytest.fixture(scope="session")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository whose server starts in under a second."""
+    folder = tmp_path_factory.mktemp("toys")
+    add_model(folder, "echo", ECHO, "TYPE_STRING")
+    add_model(folder, "count", COUNT, "TYPE_INT32", decoupled=True)
+    return folder
