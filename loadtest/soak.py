@@ -263,7 +263,8 @@ class Watch:
     def __init__(self, server: Server, door: Door, interval: float) -> None:
         self._server = server
         self._interval = interval
-        self._processes = {server.pid: "tritonserver", **server.stub_pids(), **door.processes}
+        stubs = {pid: name for name, pid in server.stub_pids().items()}
+        self._processes = {server.pid: "tritonserver", **stubs, **door.processes}
         names = self._processes.values()
         self.rss, self.pss, self.descriptors = ({name: list[float]() for name in names} for _ in range(3))
         """By process: bytes, bytes, open files."""

@@ -103,7 +103,7 @@ def test_the_launchers_child_is_started_again_where_it_was_until_it_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start that fails is tried again, and a stop ends one that is on its way."""
-    monkeypatch.setattr("tessera.launcher.child.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("tessera.launcher.process.FIRST_PAUSE_S", 0.01)
     said: list[str] = []
     folder = f"--batch-folder={tmp_path / 'batches'}"
     child = Gateway("127.0.0.1", free_port(), lambda message, error: said.append(message), [folder])
@@ -119,7 +119,7 @@ def test_the_launchers_child_is_started_again_where_it_was_until_it_is_stopped(
             go_on.wait(10)
         return real(*arguments, **options)
 
-    monkeypatch.setattr("tessera.launcher.child.subprocess.Popen", popen)
+    monkeypatch.setattr("tessera.launcher.process.subprocess.Popen", popen)
     child.start([NOBODY], ["http://127.0.0.1:1/metrics"])
     url, first = child.url, child.pid
     assert answers(url)

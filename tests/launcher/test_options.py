@@ -18,10 +18,8 @@ from tessera.launcher.options import (
     ServerOptions,
     mps_control,
     one_per_gpu,
-    ports_of,
     server_environment,
     server_flags,
-    with_ports,
 )
 from tessera.launcher.process import log_path
 from tessera.launcher.settings import ServerSetup
@@ -43,7 +41,9 @@ def test_the_command_line_becomes_options_and_flags(tmp_path: Path) -> None:
     assert supervision.restart and supervision.health_port == 8003
     (tmp_path / "s" / "backends").mkdir(parents=True)
     installation = Installation(tmp_path / "s")
-    flags = server_flags(with_ports(options, (1, 2, 3)), installation, "prefix-", CPU, tmp_path)
+    flags = server_flags(
+        options.with_ports({"http": 1, "grpc": 2, "metrics": 3}), installation, "prefix-", CPU, tmp_path
+    )
     assert flags[-3:] == passed_on
     assert "--model-control-mode=none" not in flags
     assert {"--http-port=1", "--grpc-port=2", "--metrics-port=3", "--http-address=127.0.0.1"} <= set(flags)
@@ -167,7 +167,8 @@ def test_one_server_per_gpu_with_ports_of_its_own(tmp_path: Path) -> None:
     ports = [word for i, kind in enumerate(("http", "grpc", "metrics")) for word in (f"--{kind}-port", str(base + i))]
     options, gpus, _, _ = parse([*ports, "--model-repository", str(tmp_path), "--gpus", "3, GPU-5ac2-11"])
     first, second = one_per_gpu(options, gpus)
-    assert ports_of(first) == (base, base + 1, base + 2) and ports_of(second) == (base + 10, base + 11, base + 12)
+    assert [*first.ports.values()] == [base, base + 1, base + 2]
+    assert [*second.ports.values()] == [base + 10, base + 11, base + 12]
     for server, number, port in ((first, "3", base + 1), (second, "GPU-5ac2-11", base + 11)):
         environment = server_environment(server, INSTALLATION, CPU)
         assert environment["CUDA_VISIBLE_DEVICES"] == number and server.name == f"gpu{number}"
@@ -175,7 +176,7 @@ def test_one_server_per_gpu_with_ports_of_its_own(tmp_path: Path) -> None:
     assert log_path(replace(first, log_path=Path("/x/server.log"))) == Path("/x/server-gpu3.log")
     assert log_path(first).name != log_path(second).name
     free = ServerOptions(tmp_path, http_port=0, grpc_port=0, metrics_port=0)
-    picked = [port for each in one_per_gpu(free, ["0", "1"]) for port in ports_of(each)]
+    picked = [port for each in one_per_gpu(free, ["0", "1"]) for port in each.ports.values()]
     assert len(set(picked)) == 6 and 0 not in picked
 
 

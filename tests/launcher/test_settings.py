@@ -16,14 +16,12 @@ from tessera.launcher.cli import serve_main
 from tessera.launcher.settings import (
     INSTANCES,
     MB,
-    Regions,
     ServerSetup,
     lay_out,
     python_processes,
     read_config,
     regions,
     set_up,
-    shortage,
 )
 from tessera.settings.gpu import GIB
 
@@ -156,25 +154,19 @@ def test_every_instance_of_a_python_model_is_a_process():
 )
 def test_regions_are_small_where_large_ones_would_not_fit(free, megabytes, processes, servers, start):
     free(megabytes)
-    assert regions(processes, servers).start == start * MB
-    assert (shortage(processes, servers) is None) == (start > 1)
+    region, shortage = regions(processes, servers)
+    assert region.start == start * MB and (shortage is None) == (start > 1)
 
 
-def test_too_little_is_said_with_what_is_wanted(free):
+def test_too_little_is_said_with_what_is_wanted_and_what_can_never_do_is_refused(free):
     free(64)
-    assert shortage(6) == (
+    assert regions(6)[1] == (
         "/dev/shm has 64 MB free, and 6 Python processes should have 2048 MB there: they begin with 1 MB each, and "
         "what finds no more is refused as UNAVAILABLE; enlarge it (docker run --shm-size=2g)"
     )
-    assert "and 24 Python processes should have 8192 MB" in (shortage(6, servers=4) or "")
-
-
-def test_what_can_never_do_is_refused(free):
+    assert "and 24 Python processes should have 8192 MB" in (regions(6, servers=4)[1] or "")
     free(11)
-    words = "11 MB free, and the 6 Python processes need at least 12 MB there; enlarge it"
-    with pytest.raises(ConfigError, match=words):
-        shortage(6)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match="11 MB free, and the 6 Python processes need at least 12 MB there; enlarge"):
         regions(6)
     free(12)
-    assert regions(6) == Regions(6, MB, MB)
+    assert regions(6)[0] == (MB, MB)

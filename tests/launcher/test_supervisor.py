@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from tessera.errors import ConfigError
 from tessera.launcher import supervisor as supervisor_module
-from tessera.launcher.ping import NoAnswer
+from tessera.launcher.health import NoAnswer
 from tessera.launcher.process import ServerStartError
 from tessera.launcher.supervisor import Supervision, Supervisor
 
@@ -18,6 +18,7 @@ class Script:
     """A server that does what it is told: each start succeeds or raises; then it fails with a reason."""
 
     models, log_path, cleaned_up = ("vlm",), "log", ()
+    stages: ClassVar = {"vlm_0_0": 2**30}  # no process has this id
     crashes, weights = (), {}
     grpc_url, http_url, metrics_url, mps = "g", "h", "m", False
 
@@ -51,9 +52,6 @@ class Script:
 
     def failure(self) -> str | None:
         return "a stage died" if self.now >= self.dies_at else None
-
-    def stages(self) -> dict[str, int]:
-        return {"vlm_0_0": 2**30}  # no process has this id
 
 
 class Run:

@@ -40,7 +40,7 @@ def test_a_watch_sees_its_processes_and_says_when_one_is_gone(monkeypatch, tmp_p
     server = SimpleNamespace(
         pid=os.getpid(),
         shm_prefix="tessera-abc-",
-        stub_pids=lambda: {child.pid: "stage_0_0"},
+        stub_pids=lambda: {"stage_0_0": child.pid},
         failure=lambda: "it died",
     )
     watch = soak.Watch(server, SimpleNamespace(processes={os.getppid(): "gateway"}), interval=0.01)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import urllib.error
 import urllib.request
+from typing import Any
+
+QUESTION = "Is there an exposed wire?"
 
 
 def post(url: str, body: object = None) -> tuple[int, str]:
@@ -27,3 +31,10 @@ def read(url: str) -> dict[str, float]:
 def total(samples: dict[str, float], family: str) -> float:
     """The sum over all labels of one family."""
     return sum(value for name, value in samples.items() if name.split("{")[0] == family)
+
+
+def generate_body(picture: bytes | None, text: str = QUESTION, **sampling: Any) -> dict[str, Any]:
+    """A request for the generate endpoints."""
+    parameters = json.dumps({"max_tokens": 8, **sampling})
+    body = {"text_input": text, "exclude_input_in_output": True, "sampling_parameters": parameters}
+    return body if picture is None else body | {"image": base64.b64encode(picture).decode()}

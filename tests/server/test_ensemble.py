@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc as grpcclient
 from faults.asking import bytes_input
-from http_door import post, read, total
+from http_door import QUESTION, generate_body, post, read, total
 
 import scene
 from tessera.models.family import checkpoint_id
@@ -19,19 +19,8 @@ from tessera_client import ServedModel
 
 pytestmark = pytest.mark.server
 
-QUESTION = "Is there an exposed wire?"
 LONG = "Describe the room."
 CHECKPOINT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
-
-
-def generate_body(picture: bytes, **more) -> dict:
-    return {
-        "text_input": QUESTION,
-        "image": base64.b64encode(picture).decode(),
-        "exclude_input_in_output": True,
-        "sampling_parameters": '{"max_tokens": 8}',
-        **more,
-    }
 
 
 def infer(server, timeout: int = 0, **texts: str | bytes) -> tuple[int, dict]:
@@ -173,6 +162,6 @@ def test_a_deadline_is_named_with_or_without_tokens(server, picture):
     long = '{"max_tokens": 7000, "ignore_eos": true}'
     status, answer = infer(server, 3_000_000, text_input=QUESTION, image=picture, sampling_parameters=long)
     assert (status, answer["finish_reason"]) == (200, ["deadline"]) and 0 < answer["usage"][1] < 7000
-    body = generate_body(picture, sampling_parameters='{"timeout_us": 1000}')
+    body = generate_body(picture, timeout_us=1000)
     _, text = post(f"{server.http_url}/v2/models/vlm/generate_stream", body)
     assert "UNAVAILABLE: deadline exceeded after" in text

@@ -20,7 +20,7 @@ import tritonclient.grpc as grpcclient
 from toy_servers import BROKEN, CRASHING, ECHO, SLOW, STARVED, Launched, add_model, all_gone, is_stub, wait_until
 
 from tessera.launcher import process
-from tessera.launcher.guard import descendants
+from tessera.launcher.guard import descendants, lock_path
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server, ServerStartError
 
@@ -46,6 +46,11 @@ def echo(client: grpcclient.InferenceServerClient, text: str, model: str = "echo
     return client.infer(model, [tensor]).as_numpy("OUT")[0].decode()
 
 
+def environment_of(server: Server) -> str:
+    """Its temporary folder, as its guard keeps it for a sweep."""
+    return Path(lock_path(server.shm_prefix)).read_text()
+
+
 def ask_count(client: grpcclient.InferenceServerClient, wanted: int) -> None:
     tensor = grpcclient.InferInput("IN", [1], "INT32")
     tensor.set_data_from_numpy(np.array([wanted], np.int32))
@@ -54,9 +59,9 @@ def ask_count(client: grpcclient.InferenceServerClient, wanted: int) -> None:
 
 def test_a_ready_server_answers_and_a_stopped_one_leaves_nothing(options: ServerOptions) -> None:
     with Server(options) as server:
-        pids = [server.pid, *server.stub_pids()]
+        pids = [server.pid, *server.stub_pids().values()]
         assert server.models == ("count", "echo")
-        assert sorted(server.stub_pids().values()) == ["count_0_0", "echo_0_0"]
+        assert sorted(server.stub_pids()) == ["count_0_0", "echo_0_0"]
         assert server.failure() is None
         with grpcclient.InferenceServerClient(server.grpc_url) as client:
             assert echo(client, "Grüße") == "Grüße"
@@ -102,31 +107,19 @@ def test_a_killed_launcher_takes_the_server_along(launched: Launched) -> None:
     assert wait_until(lambda: not any(os.path.exists(path) for path in regions))
 
 
-def test_without_restarts_a_crashed_server_ends_the_launcher_with_one_line(toys: Path, tmp_path: Path) -> None:
-    launched = Launched(toys, tmp_path / "log", "--no-restart")
-    regions = launched.regions()
-    os.kill(launched.server_pid, signal.SIGKILL)
-    _, errors = launched.process.communicate(timeout=10)
-    assert launched.process.returncode == 1
-    assert errors.startswith("tessera: stopped: tritonserver ended: killed by signal 9") and errors.count("\n") == 1
-    assert all_gone(launched.pids)
-    assert not any(os.path.exists(path) for path in regions)
-
-
 def test_what_a_killed_server_leaves_is_removed(options: ServerOptions) -> None:
     with Server(options) as server:
+        left = [*glob.glob(f"/dev/shm/{server.shm_prefix}*"), environment_of(server)]
         os.kill(server.pid, signal.SIGKILL)
         assert wait_until(lambda: server.failure() is not None)
         assert server.failure() == server.failure() == "tritonserver ended: killed by signal 9"
-    kinds = [path[: path.index("-") if "shm" in path else -6] for path in sorted(server.removed)]
-    assert kinds == ["/dev/shm/tessera", "/dev/shm/tessera", "/tmp/python_env_"]
-    assert not any(os.path.exists(path) for path in server.removed)
+    assert not any(map(os.path.exists, left))
 
 
 def test_a_killed_guard_leaves_nothing_either(options: ServerOptions) -> None:
     with Server(options) as server:
         assert server._guard is not None
-        pids = [server.pid, *server.stub_pids()]
+        pids = [server.pid, *server.stub_pids().values()]
         server._guard.kill()
         assert wait_until(lambda: server.failure() == "tritonserver ended: its guard process was killed")
     assert wait_until(lambda: all_gone(pids))
@@ -135,7 +128,7 @@ def test_a_killed_guard_leaves_nothing_either(options: ServerOptions) -> None:
 
 def test_a_dead_stub_is_a_failure_until_its_model_is_loaded_again(options: ServerOptions) -> None:
     with Server(replace(options, extra_flags=("--model-control-mode=explicit", "--load-model=*"))) as server:
-        victim = next(pid for pid, name in server.stub_pids().items() if name == "echo_0_0")
+        victim = server.stub_pids()["echo_0_0"]
         os.kill(victim, signal.SIGKILL)
         assert wait_until(lambda: server.failure() is not None)
         assert server.failure() == f"the Python process of 'echo_0_0' (process {victim}) died"
@@ -178,23 +171,23 @@ def test_two_first_starts_at_once(options: ServerOptions, tmp_path: Path, monkey
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda server: server.start(), servers))
         assert [server.failure() for server in servers] == [None, None]
+        folders = set(map(environment_of, servers))
+        assert len(folders) == 2 and all(map(os.path.isdir, folders))
         for server in servers:  # no clean end, so that each must find its own temporary folder
             os.kill(server.pid, signal.SIGKILL)
     finally:
         for server in servers:
             server.stop()
-    assert not set(servers[0].removed) & set(servers[1].removed)
-    assert all(any("python_env_" in path for path in server.removed) for server in servers)
+    assert not any(map(os.path.exists, folders))
 
 
 def test_a_picked_port_that_was_taken_meanwhile_is_picked_again(
     options: ServerOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        picked = process.choose_ports
-        bad = taken.getsockname()[1]
-        choices = iter([replace(picked(options), metrics_port=bad), picked(options)])
-        monkeypatch.setattr(process, "choose_ports", lambda options: next(choices))
+        picked, bad = process.hold_ports, taken.getsockname()[1]
+        choices = iter([{"metrics_port": bad}, {}])
+        monkeypatch.setattr(process, "hold_ports", lambda *those: replace(picked(*those), **next(choices)))
         with Server(options) as server:
             assert server.options.metrics_port != bad and server.failure() is None
 

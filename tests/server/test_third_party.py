@@ -10,24 +10,12 @@ import uuid
 from pathlib import Path
 
 import pytest
-from http_door import post
+from http_door import generate_body, post
 
 pytestmark = pytest.mark.server
 
 ROOT = Path(__file__).resolve().parents[2]
-QUESTION = "Is there an exposed wire?"
 GPU_ONLY = {"nv_gpu_utilization", "nv_gpu_memory_used_bytes", "nv_gpu_memory_total_bytes"}
-
-
-def generate_body(picture: bytes | None, text: str = QUESTION, **sampling) -> dict:
-    body = {
-        "text_input": text,
-        "exclude_input_in_output": True,
-        "sampling_parameters": json.dumps({"max_tokens": 8, **sampling}),
-    }
-    if picture is not None:
-        body["image"] = base64.b64encode(picture).decode()
-    return body
 
 
 def test_genai_perfs_way_of_asking_is_understood(server):

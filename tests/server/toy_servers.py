@@ -59,12 +59,11 @@ class TritonPythonModel:
 
 def starting(code: str) -> str:
     """A model that only starts, by this code."""
-    return f"import os, threading, time\nclass TritonPythonModel:\n    def initialize(self, args):\n        {code}\n"
+    return f"import time\nclass TritonPythonModel:\n    def initialize(self, args):\n        {code}\n"
 
 
 BROKEN = starting('raise ValueError("weights of layer 3 are missing")')
 SLOW = starting("time.sleep(600)")
-DYING = starting("threading.Timer(1.0, os._exit, [1]).start()")
 
 # The first this many starts of the server end as by its own fault; {marks} counts them.
 CRASHING = """
@@ -103,19 +102,14 @@ class TritonPythonModel:
 """
 
 
-def add_model(repository: Path, name: str, code: str | None, dtype: str, decoupled: bool = False) -> None:
+def add_model(repository: Path, name: str, code: str, dtype: str, decoupled: bool = False) -> None:
     """A model with one input and one output; one whose code knows pings gets the input for them."""
     (repository / name / "1").mkdir(parents=True)
-    if code is not None:
-        (repository / name / "1" / "model.py").write_text(code)
+    (repository / name / "1" / "model.py").write_text(code)
+    inputs = [("IN", dtype), *([("PING", "TYPE_STRING")] if "PING" in code else [])]
     (repository / name / "config.pbtxt").write_text(
         f'name: "{name}"\nbackend: "python"\nmax_batch_size: 0\n'
-        + f'input [{{ name: "IN" data_type: {dtype} dims: [1] optional: true }}]\n'
-        + (
-            'input [{ name: "PING" data_type: TYPE_STRING dims: [1] optional: true }]\n'
-            if "PING" in (code or "")
-            else ""
-        )
+        + "".join(f'input [{{ name: "{n}" data_type: {kind} dims: [1] optional: true }}]\n' for n, kind in inputs)
         + f'output [{{ name: "OUT" data_type: {dtype} dims: [1] }}]\n'
         + "instance_group [{ count: 1 kind: KIND_CPU }]\n"
         + ("model_transaction_policy { decoupled: true }\n" if decoupled else "")
@@ -130,14 +124,11 @@ class Launched:
         for port in ("http", "grpc", "metrics", "health", "openai"):
             command += [f"--{port}-port", "0"]
         command += ["--log", str(log), *flags]
-        path = str(Path(tessera.__file__).resolve().parents[1])
+        environment = {**os.environ, "PYTHONPATH": str(Path(tessera.__file__).resolve().parents[1])}
         self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
+        self.log = log
         assert self.process.stdout is not None and self.process.stderr is not None
         self.ready_line = self.process.stdout.readline() if wait else ""
         self.pids = descendants(self.process.pid)  # one that has just ended has no command line

@@ -6,9 +6,8 @@ import argparse
 import os
 import re
 import signal
+import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -24,7 +23,7 @@ from tessera.launcher.gateway import Gateway
 from tessera.launcher.health import health_port
 from tessera.launcher.options import ServerOptions, one_per_gpu
 from tessera.launcher.process import Server
-from tessera.launcher.settings import ServerSetup, python_processes, shortage
+from tessera.launcher.settings import ServerSetup, python_processes, regions
 from tessera.launcher.starting import Progress
 from tessera.launcher.supervisor import Fleet, Supervision
 from tessera.settings.gpu import DEFAULT_MODELS, check_gpus
@@ -71,14 +70,15 @@ def serve_main(argv: Sequence[str] | None = None, gateway_options: GatewayOption
             gateway = Gateway(options.host, flags.openai_port, say, flags.gateway)
         fleet = Fleet(one_per_gpu(options, gpus) if gpus else [options], supervision, say, gateway, Progress())
         processes = python_processes(options.model_repository, options.model_config_name, setup)
-        if scarce := shortage(processes, len(fleet.servers)):
+        _, scarce = regions(processes, len(fleet.servers))
+        if scarce:
             say(scarce, error=True)
         if setup.division:
             say(setup.division.describe())
         with health_port(fleet.report, options.host, supervision.health_port) as fleet.health_url:
             if flags.verbose:
                 for server in fleet.servers:
-                    threading.Thread(target=follow_log, args=(server,), daemon=True).start()
+                    follow_log(server)
             try:
                 reason = fleet.run()
             finally:
@@ -216,6 +216,17 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(","))
 
 
+def gpu_names(text: str) -> tuple[str, ...]:
+    """The value of --gpus."""
+    gpus = names(text)
+    for name in gpus:
+        if not GPU_NAME.fullmatch(name):
+            raise argparse.ArgumentTypeError(f"{name!r} is no GPU: give numbers with commas between, such as 0,1")
+        if gpus.count(name) > 1:
+            raise argparse.ArgumentTypeError(f"GPU {name} is named twice")
+    return gpus
+
+
 def show(setup: ServerSetup) -> None:
     """A table of the settings in force."""
     from rich.console import Console
@@ -231,17 +242,6 @@ def show(setup: ServerSetup) -> None:
         print(setup.division.describe())
 
 
-def gpu_names(text: str) -> tuple[str, ...]:
-    """The value of --gpus."""
-    gpus = names(text)
-    for name in gpus:
-        if not GPU_NAME.fullmatch(name):
-            raise argparse.ArgumentTypeError(f"{name!r} is no GPU: give numbers with commas between, such as 0,1")
-        if gpus.count(name) > 1:
-            raise argparse.ArgumentTypeError(f"GPU {name} is named twice")
-    return gpus
-
-
 def default_repository() -> Path:
     """./model_repository if it is there, else the wheel's own, else the one beside this package's source."""
     package = Path(tessera.__file__).resolve().parent
@@ -250,19 +250,10 @@ def default_repository() -> Path:
 
 
 def follow_log(server: Server) -> None:
-    """Copies the server's log to standard error as it grows; runs in a daemon thread."""
-    position, file = 0, 0
-    while True:
-        if server.pid and server.log_path.exists():
-            with open(server.log_path, "rb") as log:
-                if (number := os.fstat(log.fileno()).st_ino) != file:  # each start has a new log
-                    position, file = 0, number
-                log.seek(position)
-                block = log.read()
-            position += len(block)
-            sys.stderr.write(block.decode("utf-8", "replace"))
-            sys.stderr.flush()
-        time.sleep(0.1)
+    """Has the server's log copied to standard error as it grows, as long as this process lives: each start's own."""
+    command = ["tail", "--lines=0", "-F", f"--pid={os.getpid()}", str(server.log_path)]
+    # In a session of its own Ctrl-C does not end it: how the server stops is shown too.
+    subprocess.Popen(command, stdout=sys.stderr.fileno(), stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 def say(message: str, error: bool = False) -> None:

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from tessera.errors import ConfigError, TesseraError
-from tessera.launcher.child import Child, Restarts
 from tessera.launcher.options import listen
+from tessera.launcher.process import Child, Restarts
 
 NEEDS = ("tessera_gateway", "fastapi", "uvicorn")
 READY_S = 60.0

@@ -89,14 +89,14 @@ class Guard:
                 self.stop()
         finally:
             self.kill_everything()
-            removed = remove_shared_memory(self.shm_prefix) + remove_files(self.cuda_files)
+            remove_shared_memory(self.shm_prefix)
+            remove_files(self.cuda_files)
             shutil.rmtree(f"/dev/shm/tessera-leases-{self.server}", ignore_errors=True)  # tritonserver/leases.py
-            if self.temporary and os.path.isdir(self.temporary):
+            if self.temporary:
                 shutil.rmtree(self.temporary, ignore_errors=True)
-                removed.append(self.temporary)
             with contextlib.suppress(OSError):
                 os.unlink(lock_path(self.shm_prefix))
-        tell({"status": self.status, "removed": removed, "why": self.why})
+        tell({"status": self.status, "why": self.why})
 
     def stop_soon(self, *_: object) -> None:
         self.told_to_stop = True

@@ -16,17 +16,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from tessera.errors import ConfigError
 from tessera.launcher.installation import Installation
 from tessera.launcher.settings import INSTANCES, ServerSetup, python_processes, regions, set_up
 from tessera.settings.schema import check, setting
 
+SERVICES = ("http", "grpc", "metrics")
+# Between the ports of one server and the next.
+APART = 10
+# Where free ports are picked: below those that Linux gives to outgoing connections, one of which could otherwise take
+# a picked port before tritonserver has it.
+PICKED = range(20_000, 32_768)
+TRIES = 20
 # The launcher gives these flags itself and relies on their values; a second one would win silently.
 RESERVED_FLAGS = (
     *("--model-repository", "--model-store", "--model-config-name", "--log-file", "--exit-timeout-secs"),
-    *("--allow-http", "--http-port", "--grpc-port", "--metrics-port"),
-    *("--http-address", "--grpc-address", "--metrics-address"),
+    *("--allow-http", *(f"--{service}-{what}" for service in SERVICES for what in ("port", "address"))),
 )
 MPS_CONTROL = "nvidia-cuda-mps-control"
 MPS_SOCKET = Path("/tmp/nvidia-mps/control")  # of the machine's own daemon, if it has one
@@ -79,6 +86,15 @@ class ServerOptions:
         given = {**self.settings, **checkpoint}
         return set_up(self.model_repository, self.model_config_name, environment, given, self.only)
 
+    @property
+    def ports(self) -> dict[str, int]:
+        """Of each service; 0 for a free one."""
+        return {service: getattr(self, f"{service}_port") for service in SERVICES}
+
+    def with_ports(self, ports: Mapping[str, int]) -> ServerOptions:
+        own: dict[str, Any] = {f"{service}_port": port for service, port in ports.items()}
+        return replace(self, **own)
+
     def local(self, port: int) -> str:
         """The address of that port for a client on this machine."""
         return local_address(self.host, port)
@@ -110,18 +126,14 @@ def server_flags(
     repository: Path,
 ) -> list[str]:
     """The command line of tritonserver after the program's name."""
-    memory = regions(python_processes(repository, options.model_config_name, setup))
+    memory, _ = regions(python_processes(repository, options.model_config_name, setup))
     flags = [
         f"--model-repository={repository.resolve()}",
         # Auto-complete imports every model.py twice; our configurations are complete.
         "--disable-auto-complete-config",
         f"--exit-timeout-secs={options.exit_timeout_s}",
-        f"--http-address={options.host}",
-        f"--grpc-address={options.host}",
-        f"--metrics-address={options.host}",
-        f"--http-port={options.http_port}",
-        f"--grpc-port={options.grpc_port}",
-        f"--metrics-port={options.metrics_port}",
+        *(f"--{service}-address={options.host}" for service in SERVICES),
+        *(f"--{service}-port={port}" for service, port in options.ports.items()),
         # Another server that uses our vision stage (its vision_url) pings every 20 s to know whether we are there.
         "--grpc-keepalive-permit-without-calls=true",
         "--grpc-http2-min-recv-ping-interval-without-data=10000",
@@ -170,20 +182,6 @@ def server_environment(options: ServerOptions, installation: Installation, setup
     return environment
 
 
-FLAGS = ("--http-port", "--grpc-port", "--metrics-port")
-APART = 10
-# Where free ports are picked: below those that Linux gives to outgoing connections, one of which could otherwise take
-# a picked port before tritonserver has it.
-PICKED = (20_000, 32_768)
-TRIES = 20
-
-
-def choose_ports(options: ServerOptions) -> ServerOptions:
-    """With the ports as asked, or free ones for 0. Raises ConfigError for one that is taken."""
-    with ExitStack() as held:
-        return hold_ports(options, held)
-
-
 def one_per_gpu(options: ServerOptions, gpus: Sequence[str]) -> list[ServerOptions]:
     """The options of one server for each GPU, which sees no other.
 
@@ -195,37 +193,28 @@ def one_per_gpu(options: ServerOptions, gpus: Sequence[str]) -> list[ServerOptio
         for number, gpu in enumerate(gpus):
             environment = {**options.environment, "CUDA_VISIBLE_DEVICES": gpu}
             own = replace(options, name=f"gpu{gpu}", environment=environment)
-            own = with_ports(own, [port and port + APART * number for port in ports_of(options)])
+            own = own.with_ports({name: port and port + APART * number for name, port in options.ports.items()})
             each.append(hold_ports(own, held))
     return each
 
 
-def ports_of(options: ServerOptions) -> tuple[int, int, int]:
-    """(HTTP, gRPC, metrics), 0 for free ones."""
-    return options.http_port, options.grpc_port, options.metrics_port
-
-
-def with_ports(options: ServerOptions, ports: Sequence[int]) -> ServerOptions:
-    """The same with these (HTTP, gRPC, metrics)."""
-    http, grpc, metrics = ports
-    return replace(options, http_port=http, grpc_port=grpc, metrics_port=metrics)
-
-
 def hold_ports(options: ServerOptions, held: ExitStack) -> ServerOptions:
-    """As :func:`choose_ports`; no other process can have them until ``held`` is closed."""
-    ports = []
-    for flag, asked in zip(FLAGS, ports_of(options), strict=True):
-        whose = f"{flag} of {options.name}" if options.name else flag
+    """With the ports as asked, or free ones for 0; no other process can have them until ``held`` is closed.
+
+    Raises ConfigError for one that is taken.
+    """
+    ports = {}
+    for service, asked in options.ports.items():
+        flag = f"--{service}-port of {options.name}" if options.name else f"--{service}-port"
         for tries_left in reversed(range(1 if asked else TRIES)):
-            port = asked or random.randrange(*PICKED)
+            ports[service] = asked or random.choice(PICKED)
             try:
-                held.enter_context(listen(options.host, port, whose))
+                held.enter_context(listen(options.host, ports[service], flag))
                 break
             except ConfigError:
                 if not tries_left:
                     raise
-        ports.append(port)
-    return with_ports(options, ports)
+    return options.with_ports(ports)
 
 
 def listen(host: str, port: int, flag: str) -> socket.socket:

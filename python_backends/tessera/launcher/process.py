@@ -1,7 +1,10 @@
-"""One running tritonserver: start, wait until it is ready, watch, stop.
+"""The launcher's children, and above all one running tritonserver: start, wait until it is ready, watch, stop.
 
-The child process is :mod:`tessera.launcher.guard`, which runs the server and cleans up behind it however this
-process ends. Here is what a caller sees: addresses, process ids, and one clear reason when something fails.
+A server's child process is :mod:`tessera.launcher.guard`, which runs it and cleans up behind it however this process
+ends. Here is what a caller sees: addresses, process ids, and one clear reason when something fails.
+
+Both a guard and the gateway are told to stop by the end of their standard input, so they also stop when the launcher is
+killed. Each has a session of its own: Ctrl-C in a terminal reaches the launcher, which then ends them.
 """
 
 from __future__ import annotations
@@ -11,39 +14,112 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import tessera
 from tessera.errors import TesseraError
 from tessera.launcher import guard
-from tessera.launcher.child import Child
+from tessera.launcher.health import NoAnswer, request
 from tessera.launcher.installation import STUB, find_installation
-from tessera.launcher.options import (
-    ServerOptions,
-    choose_ports,
-    mps_control,
-    ports_of,
-    server_environment,
-    server_flags,
-)
-from tessera.launcher.ping import NoAnswer, request
+from tessera.launcher.options import ServerOptions, hold_ports, mps_control, server_environment, server_flags
 from tessera.launcher.settings import SHARED_MEMORY, ServerSetup, lay_out
 from tessera.launcher.starting import check_repository, explain_log, failed_models
 from tessera.settings.user_cache import cache_folder
 
 # tritonserver ends one second after its exit timeout at the latest, if it ends by itself at all.
 GRACE_BEYOND_EXIT_TIMEOUT_S = 1.5
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 5.0
 KEPT_LOGS = 20
 START_ATTEMPTS = 3
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 WEIGHTS = re.compile(r'^tessera_weight_bytes\{.*?stage="([^"]*)",weights="([^"]*)".*?\} (\S+)', re.M)
 INSTANCE_NUMBERS = re.compile(r"_\d+_\d+$")
+
+
+class Child:
+    """A running program. Both sides speak by lines; ``log`` takes its standard error."""
+
+    def __init__(self, command: Sequence[str], log: IO[bytes] | None = None) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        self.pid = self._process.pid
+        self.kill = self._process.kill
+
+    @property
+    def status(self) -> int | None:
+        """None while it runs, then its exit code, or minus the signal that killed it."""
+        return self._process.poll()
+
+    def tell(self, line: str) -> None:
+        """Writes a line to it, which is lost where it has ended or was told to stop."""
+        if not self._input.closed:
+            with contextlib.suppress(BrokenPipeError):
+                self._input.write(f"{line}\n")
+                self._input.flush()
+
+    def hear(self, seconds: float | None = None) -> str:
+        """Its next line, "" at the end. It is killed where that takes longer than ``seconds``."""
+        if seconds is None:
+            return self._output.readline()
+        timer = threading.Timer(seconds, self.kill)
+        timer.start()
+        line = self._output.readline()
+        timer.cancel()
+        return line
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Its :attr:`status` when it has ended, or ``seconds`` have passed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self.status
+
+    def stop(self, seconds: float = 0.0) -> list[str]:
+        """Tells it to stop, kills what is left of its session after ``seconds``, and returns the lines that nobody
+        has heard. Harmless when it has ended; may be called again."""
+        with contextlib.suppress(BrokenPipeError):
+            self._input.close()
+        self.wait(seconds)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._output.closed:
+            return []
+        with self._output:
+            return self._output.readlines()
+
+
+class Restarts:
+    """The recent restarts of one child: the more there were within ``window_s``, the longer the pause before another.
+
+    The first comes at once.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._began: list[float] = []
+
+    def recent(self) -> int:
+        """How many there were within the window."""
+        since = time.monotonic() - self._window_s
+        self._began = [began for began in self._began if began >= since]
+        return len(self._began)
+
+    def next_pause(self) -> float:
+        """Counts one more; returns how many seconds to wait before it."""
+        recent = self.recent()
+        self._began.append(time.monotonic())
+        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (recent - 1)) if recent else 0.0
 
 
 class ServerStartError(TesseraError):
@@ -72,12 +148,12 @@ class Server:
         """Process id of tritonserver."""
         self.mps = False
         """Whether the stages share the GPU by an MPS daemon of this server."""
-        self.removed: tuple[str, ...] = ()
-        """What tritonserver left behind and the last stop removed: shared memory, its temporary folder."""
         self.cleaned_up: tuple[str, ...] = ()
         """What the last start found of servers whose launcher and guard were killed, and removed."""
         self.crashes: tuple[str, ...] = ()
         """What kept the last start from working at the first attempt: crashes of tritonserver itself."""
+        self.stages: dict[str, int] = {}
+        """Model instance -> process id of the stubs that belong to the ready server, the dead ones too."""
         self.weights: dict[str, str] = {}
         """Stage -> what its weights are, and how many MiB of them, as it said when it was ready."""
         self.log_path = log_path(options)
@@ -88,7 +164,6 @@ class Server:
         """What the names of this server's files in /dev/shm begin with."""
         self._end: dict[str, Any] = {}
         """What the guard said when the server had ended; empty while it runs, and where the guard was killed."""
-        self._stubs: dict[int, str] = {}
         self._unloaded: set[str] = set()
         self._runs = 0
         self._aborted = threading.Event()
@@ -127,13 +202,14 @@ class Server:
         asked = self.options
         while True:
             try:
-                self.options = choose_ports(asked)
+                with contextlib.ExitStack() as held:
+                    self.options = hold_ports(asked, held)
                 self._spawn()
                 self._wait_ready()
                 return self
             except ServerStartError as error:
                 # A picked port was free a moment ago; what took it since will not take the next one too.
-                taken = 0 in ports_of(asked) and "already in use" in str(error)
+                taken = 0 in asked.ports.values() and "already in use" in str(error)
                 attempts -= 1
                 if not attempts or not (taken or isinstance(error, ServerCrashed)):
                     raise
@@ -160,22 +236,18 @@ class Server:
             return
         self._read_end(process.stop(self._grace_s + 3.0))
         if process.status and self.pid:  # the guard was killed, so its work is done here
-            self.removed = tuple(guard.remove_if_gone(self.shm_prefix))
+            guard.remove_if_gone(self.shm_prefix)
         self.pid = 0
         self._guard = None  # last, so that a stop that a signal interrupted can be taken up again
 
-    def stub_pids(self) -> dict[int, str]:
-        """Process ids of the living Python stubs, each with its model instance ("preprocess_0_1")."""
+    def stub_pids(self) -> dict[str, int]:
+        """Model instance ("preprocess_0_1") -> process id of the living Python stubs."""
         found = {}
         for pid in guard.descendants(self.pid) if self.pid else ():
             arguments = command_line(pid)
             if arguments and Path(arguments[0]).name == STUB:
-                found[pid] = arguments[-2]  # in this server's order
+                found[arguments[-2]] = pid  # in this server's order
         return found
-
-    def stages(self) -> dict[str, int]:
-        """Model instance -> process id of the stubs that belong to the ready server, the dead ones too."""
-        return {name: pid for pid, name in self._stubs.items()}
 
     def failure(self) -> str | None:
         """Why this server can no longer serve, or None while it can. Cheap: meant to be called twice a second.
@@ -189,18 +261,18 @@ class Server:
             self._guard.wait(5.0)  # it is cleaning up; the stubs it ends are not the reason
         if self._guard.status is not None:
             return f"tritonserver ended: {self._last_words(self._guard)}"
-        gone = {name: pid for pid, name in self._stubs.items() if not command_line(pid)}
+        gone = {name: pid for name, pid in self.stages.items() if not command_line(pid)}
         if gone or self._unloaded:
             living, models = self.stub_pids(), self._models()
             missing = [
                 f"{name!r} (process {pid})"
                 for name, pid in gone.items()
-                if name not in living.values() and (models is None or models.get(model_of(name)))
+                if name not in living and (models is None or models.get(model_of(name)))
             ]
             if missing:
                 return f"the Python process of {', '.join(missing)} died"
-            self._unloaded = (self._unloaded | gone.keys()) - set(living.values())
-            self._stubs = living
+            self._unloaded = (self._unloaded | gone.keys()) - living.keys()
+            self.stages = living
         return None
 
     @property
@@ -263,24 +335,18 @@ class Server:
             if failed_models(log):
                 self._guard.wait(1.0)  # others may fail too
                 raise ServerStartError(self._fail("a model failed to load"))
-            if self._services_answer() and (models := self._models()) and all(models.values()):
+            # The metrics service starts last, and its failure ends the server.
+            models, page = self._models(), self._answer(self.metrics_url)
+            has_no_page = "--allow-metrics=false" in self.options.extra_flags
+            if models and all(models.values()) and (page is not None or has_no_page):
                 self.watch_log(self.read_log())
                 self.models = tuple(sorted(models))
-                self._stubs, self._unloaded = self.stub_pids(), set()
-                page = (self._answer(self.metrics_url) or b"").decode()
-                self.weights = {
-                    stage: f"{words}, {float(size) / 2**20:,.0f} MiB" for stage, words, size in WEIGHTS.findall(page)
-                }
+                self.stages, self._unloaded = self.stub_pids(), set()
+                found = WEIGHTS.findall((page or b"").decode())
+                self.weights = {stage: f"{words}, {float(size) / 2**20:,.0f} MiB" for stage, words, size in found}
                 return
             time.sleep(0.05)
         raise ServerStartError(self._fail(f"not ready after {self.options.ready_timeout_s:g} s (--ready-timeout)"))
-
-    def _services_answer(self) -> bool:
-        """Whether the server says it is ready; the metrics service starts last, and its failure ends the server."""
-        services = [f"{self.http_url}/v2/health/ready"]
-        if "--allow-metrics=false" not in self.options.extra_flags:
-            services.append(self.metrics_url)
-        return all(self._answer(url) is not None for url in services)
 
     def _models(self) -> dict[str, bool] | None:
         """Model that was to be loaded -> whether it is ready; None if the server does not answer."""
@@ -328,7 +394,6 @@ class Server:
         """Takes the guard's last line, where there is one."""
         for line in lines:
             self._end = json.loads(line)
-            self.removed = tuple(self._end["removed"])
 
 
 def log_path(options: ServerOptions) -> Path:

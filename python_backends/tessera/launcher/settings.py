@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tessera.checkpoint.files import find_checkpoint, is_name
 from tessera.errors import ConfigError
@@ -183,25 +183,16 @@ MB = 1 << 20
 ROOM = 2048 * MB  # for the pictures of some dozens of requests
 
 
-@dataclass(frozen=True)
-class Regions:
-    """Of the processes of one server; ``start`` and ``growth`` are bytes of each.
+class Region(NamedTuple):
+    """Bytes of /dev/shm of one process: at its start, and those that it grows by."""
 
-    A larger start saves growing at the first big picture; a small /dev/shm (64 MB is Docker's default) must still hold
-    them all.
-    """
-
-    processes: int
     start: int
     growth: int
 
-    @property
-    def least(self) -> int:
-        """Bytes that all of them take after their first growth."""
-        return self.processes * (self.start + self.growth)
 
-
-ROOMY, MODEST = (64 * MB, 32 * MB), (1 * MB, 1 * MB)
+# A larger start saves growing at the first big picture; a small /dev/shm (64 MB is Docker's default) must still hold
+# the regions of all processes after their first growth.
+ROOMY, MODEST = Region(64 * MB, 32 * MB), Region(1 * MB, 1 * MB)
 
 
 def python_processes(repository: Path, config_name: str | None, setup: ServerSetup) -> int:
@@ -215,36 +206,23 @@ def python_processes(repository: Path, config_name: str | None, setup: ServerSet
     return count
 
 
-def regions(processes: int, servers: int = 1) -> Regions:
-    """What each region of a server is to have, by what is free now and shared by the servers that start.
-
-    Raises ConfigError where they do not fit.
-    """
-    free = shutil.disk_usage(SHARED_MEMORY).free // servers
-    roomy, modest = Regions(processes, *ROOMY), Regions(processes, *MODEST)
-    if free < modest.least:
-        raise ConfigError(
-            f"{SHARED_MEMORY} has {servers * free // MB} MB free, and the {servers * processes} Python processes need "
-            f"at least {servers * modest.least // MB} MB there; {remedy(servers)}"
-        )
-    return roomy if free >= max(ROOM, roomy.least) else modest
-
-
-def shortage(processes: int, servers: int = 1) -> str | None:
-    """A line for the user who starts the servers, where they will do with less than they should have.
+def regions(processes: int, servers: int = 1) -> tuple[Region, str | None]:
+    """What each region is to have, by what is free now and shared by the servers that start; and a line for the user
+    where that is less than it should be.
 
     Raises ConfigError where they do not fit at all.
     """
-    if regions(processes, servers) != (modest := Regions(processes, *MODEST)):
-        return None
-    free = shutil.disk_usage(SHARED_MEMORY).free // MB
-    wanted = servers * max(ROOM, Regions(processes, *ROOMY).least) // MB
-    return (
-        f"{SHARED_MEMORY} has {free} MB free, and {servers * processes} Python processes should have {wanted} MB "
-        f"there: they begin with {modest.start // MB} MB each, and what finds no more is refused as UNAVAILABLE; "
-        f"{remedy(servers)}"
+    free, count = shutil.disk_usage(SHARED_MEMORY).free, servers * processes
+    least, wanted = count * sum(MODEST), max(servers * ROOM, count * sum(ROOMY))
+    said, remedy = (
+        f"{SHARED_MEMORY} has {free // MB} MB free, and",
+        f"enlarge it (docker run --shm-size={2 * servers}g)",
     )
-
-
-def remedy(servers: int) -> str:
-    return f"enlarge it (docker run --shm-size={2 * servers}g)"
+    if free < least:
+        raise ConfigError(f"{said} the {count} Python processes need at least {least // MB} MB there; {remedy}")
+    if free >= wanted:
+        return ROOMY, None
+    return MODEST, (
+        f"{said} {count} Python processes should have {wanted // MB} MB there: they begin with {MODEST.start // MB} MB "
+        f"each, and what finds no more is refused as UNAVAILABLE; {remedy}"
+    )

@@ -24,12 +24,10 @@ from datetime import datetime, timezone
 from functools import partial
 
 from tessera.errors import TesseraError
-from tessera.launcher.child import Restarts
 from tessera.launcher.gateway import Gateway
-from tessera.launcher.health import Page, service_page
+from tessera.launcher.health import SERVER, NoAnswer, Page, Pinger, service_page
 from tessera.launcher.options import ServerOptions
-from tessera.launcher.ping import SERVER, NoAnswer, Pinger
-from tessera.launcher.process import Server, command_line, model_of
+from tessera.launcher.process import Restarts, Server, command_line, model_of
 from tessera.launcher.starting import Progress
 from tessera.settings.schema import check, setting
 
@@ -83,18 +81,18 @@ class Supervisor:
         supervision = self.supervision
         try:
             self._start()
-            reason: str | None = None
+            reason = self._watch()
             while True:
-                reason = reason or self._watch()
                 # Not "ready" from now on, whatever comes next.
                 self._enter("restarting" if supervision.restart else "failed")
                 self._stop_pings()
                 self.server.kill()
-                if (recent := self._restarts.recent()) >= supervision.max_restarts and supervision.restart:
-                    reason += f"; giving up after {recent} restarts within {supervision.restart_window_s:g} s"
-                elif supervision.restart:
-                    reason = self._restart(reason)
+                recent = self._restarts.recent()
+                if supervision.restart and recent < supervision.max_restarts:
+                    reason = self._restart(reason) or self._watch()
                     continue
+                if supervision.restart:
+                    reason += f"; giving up after {recent} restarts within {supervision.restart_window_s:g} s"
                 self._enter("failed", reason)
                 return reason
         except Stopped:
@@ -118,7 +116,7 @@ class Supervisor:
         """The server's page, its stages as they are now."""
         server, page, stages = self.server, self._page, {}
         pids = {SERVER: server.pid} if server.pid else {}
-        for name, pid in (pids | server.stages()).items():
+        for name, pid in (pids | server.stages).items():
             # Instances of a model share its pings, for the server shares these out.
             ms, age = self._pinger.last(name if name == SERVER else model_of(name)) if self._pinger else (None, None)
             alive = bool(command_line(pid))

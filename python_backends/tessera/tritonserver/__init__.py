@@ -1,5 +1,15 @@
 """What every stage shares when it runs inside tritonserver's Python backend: settings, tensors, errors, responses.
 
-The backend's module ``triton_python_backend_utils`` exists only inside a stub process, so it is imported inside
-functions: the stages' logic stays importable, and testable with a fake, everywhere.
+The stages' logic is importable, and testable with a fake, everywhere: see :func:`backend`.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def backend() -> Any:
+    """The Python backend's module, which is there, and whole, only inside a stub process that has started."""
+    import triton_python_backend_utils
+
+    return triton_python_backend_utils

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
 from tessera.errors import InvalidRequest, Unavailable
+from tessera.tritonserver import backend
 
 
 def error_response(stage: str, error: BaseException) -> Any:
@@ -40,8 +42,7 @@ def failure(status: str, message: str) -> Any:
         status: INVALID_ARGUMENT, UNAVAILABLE, CANCELLED or INTERNAL, gRPC's names.
         message: what the client reads.
     """
-    import triton_python_backend_utils as pb_utils
-
+    pb_utils = backend()
     code = getattr(pb_utils.TritonError, "INVALID_ARG" if status == "INVALID_ARGUMENT" else status)
     error = pb_utils.TritonError(f"{status}: {message}", code)
     return pb_utils.InferenceResponse(output_tensors=[], error=error)
@@ -49,12 +50,8 @@ def failure(status: str, message: str) -> Any:
 
 def log_exception(stage: str, error: BaseException) -> None:
     """Writes an exception with its traceback to the server's log."""
-    import traceback
-
-    import triton_python_backend_utils as pb_utils
-
     with SPEAKING:
-        pb_utils.Logger.log_error(f"{stage}: {''.join(traceback.format_exception(error))}")
+        backend().Logger.log_error(f"{stage}: {''.join(traceback.format_exception(error))}")
 
 
 KEY = "timeout_us"

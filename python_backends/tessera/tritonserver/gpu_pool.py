@@ -22,6 +22,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from tessera.tritonserver import backend
 from tessera.tritonserver.failures import SPEAKING
 
 if TYPE_CHECKING:
@@ -41,12 +42,10 @@ def answer_warm_up(responder: Responder, name: str, tensor: torch.Tensor) -> Non
         name: an output of the model, of the tensor's dtype.
         tensor: zeros, on the device that the stage's tensors are on.
     """
-    import triton_python_backend_utils as pb_utils
-
     with SPEAKING:
         _LOG.info("sends its first tensor, on %s", tensor.device)
         responder.is_cancelled()  # is queued behind the log's lines: when it comes back, they have gone
-        responder.send(pb_utils.InferenceResponse([pb_utils.Tensor.from_dlpack(name, tensor)]), final=True)
+        responder.send(backend().InferenceResponse([backend().Tensor.from_dlpack(name, tensor)]), final=True)
 
 
 M_ARENA_MAX = -8  # malloc.h of glibc

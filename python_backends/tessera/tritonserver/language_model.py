@@ -19,7 +19,7 @@ from tessera.errors import InvalidRequest, end_process_if_lost
 from tessera.models.registry import read_config
 from tessera.settings.gpu import GpuMeter
 from tessera.settings.stages import EngineConfig
-from tessera.tritonserver import leases, tensors
+from tessera.tritonserver import backend, leases, tensors
 from tessera.tritonserver.engine_metrics import MetricsPage
 from tessera.tritonserver.failures import deadline_exceeded, error_response, failure
 from tessera.tritonserver.gpu_pool import answer_warm_up
@@ -115,14 +115,12 @@ class TritonPythonModel:
 
 def read_request(request: Any, stream: bool, deadline_ns: int | None) -> tuple[Request, torch.Tensor | None]:
     """The stage's tensors as the engine's Request, and its rows, the server's own: valid during execute()."""
-    import triton_python_backend_utils as pb_utils
-
     input_ids, spans = tensors.array(request, "INPUT_IDS"), tensors.array(request, "SPANS")
     if input_ids is None or spans is None:
         raise InvalidRequest("language_model wants INPUT_IDS and SPANS; clients talk to the ensemble 'vlm'")
     digest, positions = tensors.array(request, "DIGEST"), tensors.array(request, "POSITIONS")
     sampling = SamplingParameters.parse(tensors.sampling(request, "sampling_parameters"))
-    rows = pb_utils.get_input_tensor_by_name(request, "EMBEDDINGS")
+    rows = backend().get_input_tensor_by_name(request, "EMBEDDINGS")
     whole = Request(
         request_id=request.request_id(),
         lease=tensors.lease(request),

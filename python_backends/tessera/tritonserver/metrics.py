@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tessera.tritonserver import backend
 from tessera.tritonserver.failures import SPEAKING, log_exception
 
 RENEW_SECONDS = 0.25
@@ -28,15 +29,12 @@ class _Family:
     kind: str
 
     def __init__(self, name: str, description: str, **options: Any) -> None:
-        import triton_python_backend_utils as pb_utils
-
         self._options = options
         self._members: dict[tuple[tuple[str, str], ...], Any] = {}
         self._values: dict[Any, float] = {}
         with SPEAKING:
-            self._family = pb_utils.MetricFamily(
-                name=name, description=description, kind=getattr(pb_utils.MetricFamily, self.kind)
-            )
+            made = backend().MetricFamily
+            self._family = made(name=name, description=description, kind=getattr(made, self.kind))
 
     def _member(self, labels: Mapping[str, str]) -> Any:
         """The member with these labels; call it under the lock."""
@@ -116,11 +114,9 @@ class ServerLog(logging.Handler):
     """Hands records to the Python backend's logger, by level."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        import triton_python_backend_utils as pb_utils
-
         write = {"CRITICAL": "log_error", "ERROR": "log_error", "WARNING": "log_warn"}.get(record.levelname, "log_info")
         with SPEAKING:
-            getattr(pb_utils.Logger, write)(self.format(record))
+            getattr(backend().Logger, write)(self.format(record))
 
 
 def write_to_server_log(stage: str) -> None:

@@ -44,7 +44,8 @@ class TritonPythonModel:
         received = time.monotonic_ns()
         try:
             if tensors.text(request, "PING") is not None:
-                return _pong(received, self._served)
+                stamps = tensors.output("STAMPS", np.array([[received]], dtype=np.int64))
+                return tensors.response([stamps, tensors.text_output("SERVED", self._served)])
             if leases.is_over(tensors.lease(request)):
                 return failure("CANCELLED", "the client has gone")
             sampling = tensors.sampling(request, "sampling_parameters")
@@ -102,11 +103,6 @@ def _blank_tile(family: ModelFamily, gpu_pixels: int) -> np.ndarray:
     if family.cost_unit != "tiles":
         raise ConfigError(f"preprocess: TILES does not go with pictures of {family.cost_unit}")
     return np.zeros((1, *family.unit_shape), np.uint8)
-
-
-def _pong(now: int, served: str) -> Any:
-    stamps = tensors.output("STAMPS", np.array([[now]], dtype=np.int64))
-    return tensors.response([stamps, tensors.text_output("SERVED", served)])
 
 
 def cut_json(family: ModelFamily, plans: Sequence[ImagePlan]) -> str:

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar
 
 from tessera.errors import Unavailable
+from tessera.tritonserver import backend
 from tessera.tritonserver.failures import error_response, log_exception
 from tessera_wire.errors import NO_SHARED_MEMORY
 
@@ -52,13 +53,11 @@ class Responder:
             return not self._closed and bool(self._sender.is_cancelled())
 
     def _send(self, *response: Any, final: bool) -> bool:
-        import triton_python_backend_utils as pb_utils
-
         with self._lock:
             if self._closed:
                 return False
             self._closed = final
-            flag = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            flag = backend().TRITONSERVER_RESPONSE_COMPLETE_FINAL
             try:
                 self._sender.send(*response, flags=flag if final else 0)
             except Exception as error:

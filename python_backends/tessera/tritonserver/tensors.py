@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tessera.errors import InvalidRequest
+from tessera.tritonserver import backend
 from tessera_wire.line import LEASE
 
 if TYPE_CHECKING:
@@ -31,9 +32,7 @@ FLAGS = ("stream", "exclude_input_in_output")
 
 def array(request: Any, name: str) -> np.ndarray | None:
     """The named input as a numpy array (a view of the server's memory where possible), or None if absent."""
-    import triton_python_backend_utils as pb_utils
-
-    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    tensor = backend().get_input_tensor_by_name(request, name)
     return None if tensor is None else tensor.as_numpy()
 
 
@@ -180,16 +179,12 @@ def timestamps(request: Any, name: str, stage: str, *sizes: int) -> RequestTimes
 
 def output(name: str, values: np.ndarray) -> Any:
     """An output tensor backed by a numpy array."""
-    import triton_python_backend_utils as pb_utils
-
-    return pb_utils.Tensor(name, values)
+    return backend().Tensor(name, values)
 
 
 def response(outputs: Sequence[Any]) -> Any:
     """A response of these outputs."""
-    import triton_python_backend_utils as pb_utils
-
-    return pb_utils.InferenceResponse(output_tensors=list(outputs))
+    return backend().InferenceResponse(output_tensors=list(outputs))
 
 
 def text_output(name: str, value: str) -> Any:

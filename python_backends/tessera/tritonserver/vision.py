@@ -15,9 +15,9 @@ import torch
 from tessera.errors import InvalidRequest, end_process_if_lost
 from tessera.models.registry import read_config, spec_of
 from tessera.settings.stages import VisionSettings
-from tessera.tritonserver import gpu_pool, leases, tensors
+from tessera.tritonserver import backend, leases, tensors
 from tessera.tritonserver.failures import deadline_exceeded, error_response, is_over, log_exception
-from tessera.tritonserver.gpu_pool import answer_warm_up
+from tessera.tritonserver.gpu_pool import answer_warm_up, one_per_core
 from tessera.tritonserver.metrics import Counter, Gauge, Renewed, show_weights, write_to_server_log
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.settings import StageSettings
@@ -32,7 +32,7 @@ class TritonPythonModel:
     """tritonserver's interface to one dispatcher: execute() hands over, the answers come from other threads."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        gpu_pool.one_per_core()  # what one thread allocates, another sends and frees
+        one_per_core()  # what one thread allocates, another sends and frees
         write_to_server_log("vision_encoder")
         stage = StageSettings(args)
         settings = replace(stage.read(VisionSettings), tile_policy=stage.tile_policy)
@@ -135,9 +135,12 @@ class StageJob:
         answer_warm_up(self._responder, "EMBEDDINGS", torch.zeros(1, 1, dtype=torch.bfloat16, device=device))
 
     def answer(self, rows: torch.Tensor | None) -> None:
-        self._responder.send(
-            _response(rows, self._stamps._replace(encoding=self._started, encoded=time.monotonic_ns())), final=True
-        )
+        stamps = self._stamps._replace(encoding=self._started, encoded=time.monotonic_ns())
+        outputs = [tensors.output("STAMPS", np.array([stamps], dtype=np.int64))]
+        if rows is not None:
+            # The tensor itself, not a capsule: only then are the streams of a GPU synchronised.
+            outputs.append(backend().Tensor.from_dlpack("EMBEDDINGS", packed(rows)))
+        self._responder.send(tensors.response(outputs), final=True)
 
     def fail(self, error: BaseException) -> None:
         late = isinstance(error, TimeoutError)
@@ -156,13 +159,3 @@ def read_item(request: Any) -> VisionItem:
     if pixels is None or plan is None or digest is None:
         raise InvalidRequest("vision_encoder wants PIXELS, PLAN and DIGEST; clients talk to the ensemble 'vlm'")
     return VisionItem(pixels=pixels.reshape(-1), plan=plan.reshape(-1), digest=digest.reshape(-1))
-
-
-def _response(rows: torch.Tensor | None, stamps: tensors.RequestTimestamps) -> Any:
-    import triton_python_backend_utils as pb_utils
-
-    outputs = [tensors.output("STAMPS", np.array([stamps], dtype=np.int64))]
-    if rows is not None:
-        # The tensor itself, not a capsule: only then are the streams of a GPU synchronised.
-        outputs.append(pb_utils.Tensor.from_dlpack("EMBEDDINGS", packed(rows)))
-    return tensors.response(outputs)
