@@ -23,7 +23,7 @@ import cv2
 from closed_loop import PATIENCE_S, Ask, Reply
 from workloads import Pictures, Workload
 
-from tessera_client import Client, Retry
+from tessera_client import Answer, Client, Retry, Stream
 
 AskAbout = Callable[[bytes, Workload, str], Reply]
 """(a picture, whose tokens and order are asked for, the prompt) -> the whole answer."""
@@ -74,20 +74,23 @@ class TesseraAsker(Asker):
             yield partial(self._ask, client)
 
     def _ask(self, client: Client, picture: bytes, workload: Workload, prompt: str) -> Reply:
-        first, parts = None, 0
-        question = workload.question(prompt)
-        if workload.streamed:
-            with client.stream(picture, question, **workload.sampling) as stream:
-                for _ in stream:
-                    first = first or time.perf_counter()
-                    parts += 1
-                answer = stream.answer()
-        else:
-            answer = client.ask(picture, question, **workload.sampling)
-        if answer.usage is None or answer.usage.completion_tokens != workload.tokens:
-            raise RuntimeError(f"asked for {workload.tokens} tokens, got {answer.usage}")
-        assert answer.timings is not None
-        return Reply(first, workload.tokens, max(1, parts), astuple(answer.timings))
+        ask = client.stream if workload.streamed else client.ask
+        return reply_of(ask(picture, workload.question(prompt), **workload.sampling), workload.tokens)
+
+
+def reply_of(answer: Answer | Stream, tokens: int) -> Reply:
+    """Of an answer, or of a stream that is yet to come. Raises RuntimeError where it has another number of tokens."""
+    first, parts = None, 0
+    if not isinstance(answer, Answer):
+        with answer as stream:
+            for _ in stream:
+                first = first or time.perf_counter()
+                parts += 1
+            answer = stream.answer()
+    if answer.usage is None or answer.usage.completion_tokens != tokens:
+        raise RuntimeError(f"asked for {tokens} tokens, got {answer.usage}")
+    assert answer.timings is not None
+    return Reply(first, tokens, max(1, parts), astuple(answer.timings))
 
 
 @dataclass(frozen=True)

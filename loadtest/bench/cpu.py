@@ -13,15 +13,12 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import figures
 import torch
-from rich.progress import track
 from serving import Setup, serve
 
-from bench.parity import MAX_TOKENS, Theirs
+from bench.parity import MAX_TOKENS, Theirs, heldout, short
 from tessera_client import Client
 
 Job = tuple[bytes, str]
@@ -29,7 +26,7 @@ Job = tuple[bytes, str]
 
 def distinct(pictures: int) -> list[Job]:
     """Distinct held-out pictures, spread over the whole set, each with its question (no descriptions)."""
-    return [(picture, item.question) for item, picture in heldout_pictures(pictures)]
+    return [(picture, item.question) for item, picture in heldout(pictures, short)]
 
 
 def four_questions(pictures: int) -> list[Job]:
@@ -37,23 +34,11 @@ def four_questions(pictures: int) -> list[Job]:
     import scene
 
     work = []
-    for item, picture in heldout_pictures(pictures):
-        asked = [q for q in scene.questions(scene.sample(item.scene_seed, "heldout")) if q.kind != "description"]
+    for item, picture in heldout(pictures, short):
+        asked = list(filter(short, scene.questions(scene.sample(item.scene_seed, "heldout"))))
         # Questions come in order of their kinds, so that equal strides reach several of them.
         work += [(picture, asked[len(asked) * place // 4].text) for place in range(4)]
     return work
-
-
-def heldout_pictures(count: int) -> list[tuple[Any, bytes]]:
-    """This many items spread over the held-out set, and their pictures as JPEG."""
-    import scene
-
-    items = [item for item in scene.heldout() if item.kind != "description"]
-    chosen = items[:: len(items) // count][:count]
-    return [
-        (item, scene.encode_jpeg(scene.sample(item.scene_seed, "heldout")))
-        for item in track(chosen, "rendering pictures", transient=True)
-    ]
 
 
 def transformers_loop(theirs: Theirs, work: list[Job]) -> list[str]:
@@ -64,8 +49,7 @@ def transformers_loop(theirs: Theirs, work: list[Job]) -> list[str]:
 
 def ensemble(client: Client, work: list[Job], concurrency: int) -> list[str]:
     """All pictures through the running server, `concurrency` at a time."""
-    with ThreadPoolExecutor(concurrency) as pool:
-        return list(pool.map(lambda job: client.ask(job[0], job[1], max_tokens=MAX_TOKENS).text, work))
+    return [answer.text for answer in client.ask_many(work, concurrency=concurrency, max_tokens=MAX_TOKENS)]
 
 
 def fastest_threads(theirs: Theirs, work: list[Job]) -> int:

@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -39,6 +39,7 @@ import measuring
 from closed_loop import Answered, Ask, Reply
 from measuring import Taken, drive
 from serving import add_arguments, serve, setup, setup_notes
+from targets import reply_of
 from tqdm import tqdm
 
 from bench.replay_set import ReplaySet, marked
@@ -125,21 +126,10 @@ class Reader:
         request = pages.pages[page].requests[number]
         picture = picture_file(self._folder, page, number).read_bytes()
         messages = pages.client.messages(request, marked(picture, f"{self._seed} {turn} {number}"))
-        sampling, first, parts = pages.client.sampling(request), None, 0
+        chat = client.chat if self._whole else client.chat_stream
         with self._slots:
             began = time.perf_counter()
-            if self._whole:
-                answer = client.chat(messages, **sampling)
-            else:
-                with client.chat_stream(messages, **sampling) as stream:
-                    for _ in stream:
-                        first = first or time.perf_counter()
-                        parts += 1
-                    answer = stream.answer()
-            if answer.usage is None or answer.usage.completion_tokens != request.tokens:
-                raise RuntimeError(f"asked for {request.tokens} tokens, got {answer.usage}")
-            assert answer.timings is not None
-            return Answered.of(Reply(first, request.tokens, max(1, parts), astuple(answer.timings)), began)
+            return Answered.of(reply_of(chat(messages, **pages.client.sampling(request)), request.tokens), began)
 
 
 def in_turn(turn: int, pages: int) -> int:

@@ -44,14 +44,6 @@ def test_five_windows_say_how_sure_the_rate_is():
     assert run.margin == pytest.approx(2.776 * 0.6 / run.requests_s)
 
 
-def test_warm_up_and_draining_are_left_out():
-    slow = [answer._replace(seconds=9.0, tokens=900) for answer in worked()]
-    run = counting.count(100.0, [*slow[:3], *worked()[3:13], *slow[13:]], concurrency=2)
-    plain = counting.count(100.0, worked(), concurrency=2)
-    assert (run.requests_s, run.tokens_s, run.p99) == (plain.requests_s, plain.tokens_s, plain.p99)
-    assert run.whole_tokens_s > plain.whole_tokens_s
-
-
 @pytest.mark.parametrize(("concurrency", "requests"), [(256, 1920), (192, 1440), (64, 480), (10, 75), (3, 23)])
 def test_a_run_has_warm_up_five_rounds_and_draining(concurrency, requests):
     assert counting.requests(concurrency) == requests
@@ -66,8 +58,3 @@ def test_a_run_too_short_or_with_part_of_a_round_is_refused(missing):
     longer = [*worked(), Answered(121.0, 1.0, None, 1, 1)]
     with pytest.raises(ValueError, match="whole rounds of 2"):
         counting.count(100.0, longer, concurrency=2)
-
-
-def test_what_was_not_streamed_has_no_first_token():
-    run = counting.count(100.0, [answer._replace(first_token=None) for answer in worked()], concurrency=2)
-    assert run.first_token_p50 is None and run.first_token_p99 is None

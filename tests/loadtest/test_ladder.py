@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from bench import ladder as bench_ladder
 from bench import ladder_report, ladder_rungs
 from bench.ladder_report import Ladder
-from bench.ladder_rungs import NAMES, OLD_STAGE, jobs, kept_ways
-from figures import ROOT
+from bench.ladder_rungs import NAMES, jobs, kept_ways
 from serving import DEFAULT_CHECKPOINT
 
 from tessera.launcher.settings import set_up
 from tessera.linear.formats.int4 import Int4
 from tessera.linear.quantization import scheme_selector
 from tessera.prompt.sampling import SamplingParameters
-from tessera.settings.stages import EngineConfig, VisionSettings
-from tessera.tritonserver import language_model as language_stage
-from tessera.tritonserver import vision as vision_stage
-from tessera.tritonserver.settings import StageSettings
 
 ABOUT = {"machine": "a GPU", "commit": "abc", "date": "2026-11-22", "versions": {"torch": "2.11.0"}}
 SPEED = {
@@ -55,59 +47,11 @@ def test_a_rung_adds_to_the_one_below_and_the_last_keeps_no_old_way():
     assert kept_ways(NAMES[0]) == list(ladder_rungs.OLD_WAYS) and kept_ways(NAMES[-1]) == []
 
 
-def test_the_first_rung_s_repository_has_all_old_ways_and_the_last_one_s_is_ours(tmp_path: Path):
-    first, last = (ladder_rungs.setup(name, tmp_path / name, (), DEFAULT_CHECKPOINT) for name in (NAMES[0], NAMES[-1]))
-    assert (first.mps, last.mps) == (False, True)
-    for stage in ("preprocess", "vision_encoder", "language_model"):
-        model, ours = f"{stage}/1/model.py", ROOT / "model_repository"
-        assert (first.repository / model).read_text() == OLD_STAGE.read_text()
-        for file in (model, f"{stage}/config.pbtxt"):
-            assert (last.repository / file).read_text() == (ours / file).read_text()
-    assert "max_batch_size: 1\n" in (first.repository / "vision_encoder" / "config.pbtxt").read_text()
-    assert (
-        'INPUT_TENSORS" value { string_value: "yes"' in (first.repository / "language_model/config.pbtxt").read_text()
-    )
-
-
 def test_the_shape_in_4_bits_is_one_that_the_engine_reads(tmp_path: Path):
     config = json.loads((ladder_rungs.int4_shape(tmp_path / "int4") / "config.json").read_text())
     select = scheme_selector(config["quantization_config"])
     assert isinstance(select(["model.layers.0.mlp.down_proj"]), Int4)
     assert not isinstance(select(["lm_head"]), Int4)
-
-
-# ---- stages as they once were
-
-
-def stage(name: str, folder: Path) -> ModuleType:
-    """As tritonserver loads it, from its folder in a repository."""
-    file = ladder_rungs.repository(list(ladder_rungs.OLD_WAYS), folder) / name / "1" / "model.py"
-    spec = importlib.util.spec_from_file_location(f"ladder_stage_{name}", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("name", "package", "kind", "switched_off"),
-    [
-        ("vision_encoder", vision_stage, VisionSettings, {"runner": "torch"}),
-        ("language_model", language_stage, EngineConfig, {"graph_batch_size": 0}),
-    ],
-)
-def test_what_no_user_may_set_is_off_in_a_stage_of_old(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    name: str,
-    package: ModuleType,
-    kind: type,
-    switched_off: dict[str, Any],
-):
-    monkeypatch.setattr(package, "StageSettings", StageSettings)
-    assert stage(name, tmp_path / "repository").TritonPythonModel is package.TritonPythonModel
-    args = {"model_name": name, "model_config": "{}", "model_repository": str(ROOT / "model_repository" / name)}
-    read = package.StageSettings(args, {"TESSERA_DEVICE": "cpu"}).read(kind)
-    assert replace(StageSettings(args, {"TESSERA_DEVICE": "cpu"}).read(kind), **switched_off) == read
 
 
 @pytest.mark.server

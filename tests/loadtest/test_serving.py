@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from serving import Setup, pairs, serve, serve_command
+from serving import Setup, pairs, serve
 
 READY = (
     "tessera: ready in 3.5 s: grpc h:1,h:2, http http://h:3,http://h:4, metrics http://h:5,http://h:6, "
@@ -25,23 +25,6 @@ def checkout(folder: Path, program: str) -> Path:
         (folder / "model_repository" / model / "__pycache__").mkdir(parents=True)
         (folder / "model_repository" / model / "config.pbtxt").touch()
     return folder
-
-
-def test_a_server_that_takes_settings_is_told_them(tmp_path):
-    tree = checkout(tmp_path / "tree", 'add("--set")')
-    setup = Setup(
-        tmp_path, ("0", "1"), {"preprocess.resize": "fast"}, {"preprocess": 10}, ("preprocess", "vision_encoder"),
-        random_weights=True, tree=tree, mps=False,
-    )  # fmt: skip
-    command = " ".join(serve_command(setup, tmp_path))
-    assert f"--model-repository {tree}/model_repository --checkpoint {tmp_path}" in command
-    for flags in (
-        "--device cuda --set preprocess.instances=10 --set weights=random --set preprocess.resize=fast",
-        "--only preprocess,vision_encoder --gpus 0,1",
-    ):
-        assert flags in command
-    assert "--no-mps" in command and "--no-restart" in command and command.count("-port 0") == 4
-    assert "--device cpu" in " ".join(serve_command(Setup(tree=tree), tmp_path))
 
 
 def test_the_addresses_are_those_it_says_and_it_is_told_to_stop(tmp_path):

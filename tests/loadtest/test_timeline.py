@@ -39,9 +39,3 @@ def test_a_bar_is_as_long_as_its_request_and_bars_lie_in_the_order_of_their_star
     assert first[0][0][1] < first[1][0][1] < first[2][0][1]
     assert drawn["decode"][1][2] == pytest.approx(scale * 0.06, abs=0.06)
     assert drawn["around"][0][2] == pytest.approx(scale * 0.29, abs=0.06)
-
-
-def test_what_the_slowest_spent_their_time_in():
-    slow = answer(9.0, 0.35, (10.0, 20.0, 30.0, 140.0, 50.0, 60.0))
-    found = timeline.delays([*(answer(float(k)) for k in range(49)), slow])
-    assert found == pytest.approx({**dict.fromkeys(timeline.COLOURS, 0.0), "queue": 100.0})

@@ -50,12 +50,6 @@ def test_pictures_equal_those_that_the_peers_were_measured_with(name):
     assert [hashlib.md5(text).hexdigest()[:8] for text in dealt] == PEERS[name]
 
 
-def test_figures_are_named_as_the_standard_workloads_have_them():
-    assert [WORKLOADS["W4a"].figure(label) for label in ("bf16", "fp8")] == ["serve.W4a.bf16", "serve.W4a.fp8"]
-    assert [WORKLOADS["W5a"].figure(label) for label in ("bf16", "fp8")] == ["docs.W5a", "docs.W5a.fp8"]
-    assert WORKLOADS["W5c.c10"].figure("bf16") == "docs.W5c.c10"
-
-
 def test_the_dealer_never_deals_one_twice_whatever_the_threads():
     small = Workload("small", 48, 32, tokens=1, concurrency=1)
     pictures = Pictures(small, seed=5, stock=20)

@@ -71,13 +71,6 @@ def test_large_jpegs_travel_as_they_came() -> None:
     assert found.spans[:, 1].tolist() == [64, 3 * 64]
 
 
-def test_the_thumbnail_shows_in_the_number_of_tiles() -> None:
-    data = pictures.jpeg(1344, 896)
-    assert ask(1, data).plan.tolist() == [1, 7, 2, 3]
-    assert ask(1, data, tile_policy={"thumbnail": "never"}).plan.tolist() == [1, 6, 2, 3]
-    assert ask(1, data, tile_policy={"max_tiles": 1}).plan.tolist() == [1, 1, 1, 1]
-
-
 @pytest.mark.parametrize(
     ("gpu_pixels", "data"),
     [

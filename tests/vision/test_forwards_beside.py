@@ -160,15 +160,6 @@ def test_a_question_is_answered_while_the_forward_of_a_job_is_under_way(stage):
     assert stage.answers == [(40, [40]), (1, JOB + REST)]
 
 
-def test_the_next_forward_waits_for_both(stage):
-    stage.ask([[40]])
-    stage.begins(True, [40])
-    stage.end(0)
-    stage.looks_on()
-    stage.end(1)
-    stage.begins(False, REST)
-
-
 def test_who_could_not_go_beside_waits_for_both(stage):
     stage.ask([[40]])
     stage.begins(True, [40])
@@ -248,14 +239,6 @@ def test_nobody_of_the_jobs_own_priority_goes_beside_it(stage):
     stage.begins(False, REST)
     stage.end(1)
     stage.begins(False, [40])
-
-
-def test_a_question_that_is_taken_when_a_batch_is_launched_goes_beside_its_last_forward(last):
-    for number in (2, 3):
-        last.ask([[38 + number]])
-        last.begins(True, [38 + number])
-        last.end(number)
-    last.answered(40, 41)
 
 
 def test_after_a_ping_which_needs_no_forward_a_question_still_goes_beside_one(last):

@@ -6,7 +6,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 
-from tessera.kernels.tower_attention import attend
 from tessera.models.internvl.vision import InternViT
 from tessera.models.registry import read_config
 from tessera.models.tower import load_tower
@@ -43,10 +42,3 @@ def test_patches_are_taken_in_blocks_of_the_pixel_shuffle(tmp_path):
     lit[0, 14:28, 28:42] = 255
     changed = (tower.embed(lit) - tower.embed(black)).abs().amax(-1)[0].nonzero().flatten().tolist()
     assert changed == [1 + order.index(6)]
-
-
-def test_attend_is_softmax_attention():
-    query, key, value = torch.randn(3, 2, 5, 4, 8, generator=torch.Generator().manual_seed(0))
-    scores = torch.einsum("nqhd,nkhd->nhqk", query, key) / 8**0.5
-    expected = torch.einsum("nhqk,nkhd->nqhd", scores.softmax(-1), value).flatten(2)
-    torch.testing.assert_close(attend(query, key, value), expected)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
 from tiny_qwen2_vl_tower import PATCH, config_of, expected, groups, model_of, picture, save, values, wires
 
-from tessera.errors import CheckpointError, ConfigError, InvalidRequest
-from tessera.kernels.tower_attention import Attend, attend_within
-from tessera.kernels.tower_layers import TowerKernels
+from tessera.errors import ConfigError, InvalidRequest
 from tessera.models.qwen2_vl.vision import Qwen2ViT
 from tessera.models.tower import load_tower
 from tessera.settings.stages import VisionSettings
@@ -34,15 +30,6 @@ def tower(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Q
     return load_tower(config_of(folder))
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-def test_a_picture_alone(model, tower, grid):
-    pixels = picture(grid)
-    with torch.inference_mode():
-        rows = tower(groups(pixels), wires([grid]))
-    assert rows.shape == (grid[0] * grid[1] // 4, 48) and rows.std() > 0.01
-    torch.testing.assert_close(rows, expected(model, [pixels]), atol=1e-4, rtol=0)
-
-
 def test_pictures_beside_others(model, tower):
     pixels = [picture(grid, seed) for seed, grid in enumerate(GRIDS)]
     for order in (range(len(GRIDS)), range(len(GRIDS) - 1, -1, -1)):
@@ -52,17 +39,6 @@ def test_pictures_beside_others(model, tower):
             alone = [tower(groups(p), wires([grid])) for p, grid in zip(chosen, grids, strict=True)]
         torch.testing.assert_close(together, expected(model, chosen), atol=1e-4, rtol=0)
         torch.testing.assert_close(together, torch.cat(alone), atol=1e-4, rtol=0)
-
-
-def test_rows_do_not_depend_on_the_neighbours_pixels(tower):
-    """To the last bit, if the neighbours are as large."""
-    grids = [(4, 6), (10, 8), (2, 4)]
-    first, second = ([picture(grid, seed) for grid in grids] for seed in (1, 2))
-    with torch.inference_mode():
-        rows = tower(torch.cat([groups(p) for p in first]), wires(grids))
-        other = tower(torch.cat([groups(p) for p in (second[0], first[1], second[2])]), wires(grids))
-    assert torch.equal(rows[6:26], other[6:26])
-    assert not torch.equal(rows[:6], other[:6]) and not torch.equal(rows[26:], other[26:])
 
 
 @pytest.mark.parametrize(
@@ -81,40 +57,6 @@ def test_other_shapes(tmp_path, sizes):
     with torch.inference_mode():
         rows = tower(torch.cat([groups(p, side) for p in pixels]), wires(grids))
     torch.testing.assert_close(rows, expected(model, pixels, side), atol=1e-4, rtol=0)
-
-
-def test_weights_left_over_or_of_another_shape_are_named(model, tmp_path):
-    save(model, tmp_path, **{"patch_embed.proj.bias": torch.ones(160)})
-    with pytest.raises(CheckpointError, match=r"model\.visual\.patch_embed\.proj\.bias"):
-        load_tower(config_of(tmp_path))
-    save(model, tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r" model\.visual\.patch_embed\.proj\.weight: has shape .* 2, 14, 14\], expected .* 3, 14"
-    ):
-        load_tower(config_of(tmp_path, temporal_patch_size=3))
-
-
-def attend_under_a_mask(lengths: Sequence[int], device: torch.device) -> Attend:
-    """Another way: all scores at once, those between pictures left out."""
-    picture = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
-        scores = scores.masked_fill(picture[:, None] != picture, -torch.inf)
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
-
-    return attend
-
-
-def test_attention_stays_within_pictures(tower):
-    lengths = [4, 1, 12, 7]
-    heads = torch.randn(3, 24, 3, 20, generator=torch.Generator().manual_seed(0))
-    expected = attend_under_a_mask(lengths, heads.device)(*heads)
-    torch.testing.assert_close(attend_within(lengths, heads.device)(*heads), expected)
-    pixels = torch.cat([groups(picture(grid)) for grid in GRIDS[3:6]])
-    with torch.inference_mode():
-        rows = tower(pixels, wires(GRIDS[3:6]), TowerKernels(attend_within=attend_under_a_mask))
-        torch.testing.assert_close(rows, tower(pixels, wires(GRIDS[3:6])), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("grey", [None, 0, 120, 255])

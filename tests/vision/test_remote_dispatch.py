@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import time
 from concurrent import futures
@@ -165,25 +163,6 @@ def test_jobs_under_way_are_failed_when_the_stage_ends(ways):
     dispatcher.close()
     assert isinstance(job.outcome(), Exception)
     release.set()
-
-
-def test_grpc_sets_tcp_nodelay_on_both_sides(ways):
-    other, dispatcher = ways()
-    asked(dispatcher, Job())
-    ends = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            copy = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # no socket
-            continue
-        with copy:
-            try:
-                ports = copy.getsockname()[1], copy.getpeername()[1]
-            except (OSError, IndexError):  # not connected, or not TCP
-                continue
-            if other.port in ports:
-                ends.add((ports.index(other.port), copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
-    assert {end for end, _ in ends} == {0, 1} and all(value for _, value in ends)
 
 
 @pytest.mark.parametrize("url", ["http://other:8000", "other:many", "other:1/path"])

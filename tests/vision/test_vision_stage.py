@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from fakes.backend import InferenceRequest, Tensor, stage_args, strings, wait_until
 
-from tessera.errors import ConfigError
 from tessera.settings.stages import VisionSettings
 from tessera.tritonserver import vision
 from tessera.tritonserver.settings import StageSettings
@@ -113,18 +112,6 @@ def test_a_batch_is_answered_one_by_one(stage):
     assert late.startswith("UNAVAILABLE: deadline exceeded after")
     assert wrong == "INVALID_ARGUMENT: PIXELS has 9 bytes; the plan needs 602112"
     assert set(pong) == {"STAMPS"}
-
-
-def test_a_request_beyond_the_stages_memory_is_refused_and_others_are_not(stage):
-    model = stage(memory_bytes=19 << 20, cache_bytes=0, infer_batch_size=1)
-    small, big = answers(model, request(1), request(60))
-    assert big.startswith("INVALID_ARGUMENT: this request's 60 tiles need") and big.endswith("or raise gpu_memory")
-    assert small["EMBEDDINGS"].shape[0] == TOKENS
-
-
-def test_a_stage_whose_forward_cannot_fit_does_not_start(stage):
-    with pytest.raises(ConfigError, match="a forward of 64 tiles needs .* lower visual_infer_batch_size"):
-        stage(memory_bytes=100 << 20, infer_batch_size=64)
 
 
 def test_the_page_has_what_is_held_and_what_waits(backend, monkeypatch):
