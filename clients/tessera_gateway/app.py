@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from tessera_client import AsyncClient, Retry, TesseraClientError
-from tessera_gateway import completions, errors, middleware, page, responses, service, tracing
+from tessera_gateway import completions, errors, page, responses, service, tracing
 from tessera_gateway.batches import routes as batches
 from tessera_gateway.batches.runner import Runner
 from tessera_gateway.batches.service import BatchService
@@ -23,6 +23,7 @@ from tessera_gateway.connections import ConnectionLimits
 from tessera_gateway.keys import RequireKey, Turns, read_keys
 from tessera_gateway.metrics import Counters
 from tessera_gateway.pictures_from import Fetcher
+from tessera_gateway.request import RequestHeads
 from tessera_gateway.settings import Settings
 
 if TYPE_CHECKING:
@@ -63,9 +64,7 @@ def create_app(
     keys = read_keys(settings.keys) if settings.keys else []
     state.counters = Counters(settings.counters, settings.workers, [key.name for key in keys])
     state.turns = Turns(settings.places, settings.timeout_s)
-    state.door = ConnectionLimits(
-        state.counters, settings.bodies_bytes, settings.max_connections_per_peer, settings.drain_s
-    )
+    state.door = ConnectionLimits(state.counters, settings)
     state.batches = BatchService(settings.batch_folder, state.counters) if settings.batch_folder else None
 
     for room in (completions, responses, batches, service, page):
@@ -86,7 +85,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    app.add_middleware(middleware.RequestHeads, settings=settings, counters=state.counters)
+    app.add_middleware(RequestHeads, settings=settings, counters=state.counters)
     if provider is not None:
         app.add_middleware(tracing.TraceRequests, provider=provider)
     return app

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -16,15 +16,17 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tessera_client import AsyncClient, AsyncStream, Delta, InvalidRequest, TesseraClientError
 from tessera_gateway import protocol, translation
-from tessera_gateway.body import STOPPING, all_of, read, require_json, unless_gone
 from tessera_gateway.errors import REQUEST_ID, ApiError, from_wire, renamed
-from tessera_gateway.keys import Turns
 from tessera_gateway.metrics import COMPLETIONS, MODEL, STATUS, USAGE
 from tessera_gateway.pictures_from import Fetcher
+from tessera_gateway.request import STOPPING, all_of, read, require_json, unless_gone
 from tessera_gateway.settings import Settings
 from tessera_gateway.tools import names
 
 T = TypeVar("T", bound=protocol.Part)
+
+SdkCall = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+"""A conversation, its messages as the SDK takes them, and the options of each of the answers."""
 
 router = APIRouter()
 
@@ -58,13 +60,6 @@ async def answered(request: Request, asked: protocol.ChatRequest, form: translat
     return JSONResponse(whole)
 
 
-class SdkCall(NamedTuple):
-    """``conversation``: its messages as the SDK takes them. ``options``: of each of the answers."""
-
-    conversation: list[dict[str, Any]]
-    options: list[dict[str, Any]]
-
-
 async def sdk_call(asked: protocol.ChatRequest, settings: Settings, fetcher: Fetcher) -> SdkCall:
     """A request as the SDK's, at its own priority or at the best there is. Raises ApiError for a model that there is
     not, a better priority, and pictures that cannot be fetched."""
@@ -79,18 +74,17 @@ async def sdk_call(asked: protocol.ChatRequest, settings: Settings, fetcher: Fet
         asked = asked.model_copy(update={"priority": max(asked.priority or 0, floor)})
     urls = translation.urls(asked)
     conversation = translation.messages(asked, await fetcher.fetch(urls) if urls else {})
-    return SdkCall(conversation, translation.sampling(asked, settings.max_tokens))
+    return conversation, translation.sampling(asked, settings.max_tokens)
 
 
 async def _in_turn(request: Request, asked: protocol.ChatRequest) -> SdkCall:
     """The call, when its turn has come and at the priority which that gives it."""
     state = request.app.state
     request.scope[MODEL] = asked.model[:80]
-    call = await sdk_call(asked, state.settings, state.fetcher)
-    turns: Turns = state.turns
-    priority = call.options[0].get("priority", 0)
-    turn = await turns.take(request.scope, priority, len(call.options))
-    return call if turn == priority else call._replace(options=[each | {"priority": turn} for each in call.options])
+    conversation, options = await sdk_call(asked, state.settings, state.fetcher)
+    priority = options[0].get("priority", 0)
+    turn = await state.turns.take(request.scope, priority, len(options))
+    return conversation, options if turn == priority else [each | {"priority": turn} for each in options]
 
 
 async def _events(request: Request, form: translation.Completion, streams: list[AsyncStream]) -> Response:

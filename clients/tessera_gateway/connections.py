@@ -9,7 +9,6 @@ connections of a worker share.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import resource
 from collections import Counter
@@ -19,14 +18,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import httptools
-from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
-from uvicorn.server import ServerState
 
-from tessera_gateway.body import end_all
 from tessera_gateway.errors import RETRY_AFTER, ApiError
 from tessera_gateway.metrics import STATUS, Counters
-from tessera_gateway.middleware import id_of
+from tessera_gateway.request import end_all, id_of
+from tessera_gateway.settings import Settings
 
 HEAD_BYTES = 16 << 10  # of a request line and its header fields
 HEAD_FIELDS = 100
@@ -62,21 +59,14 @@ class Body:
 
 
 class ConnectionLimits:
-    """What the connections of a worker share.
+    """What the connections of a worker share."""
 
-    Args:
-        bodies: bytes of bodies that are held at a time.
-        drain: seconds for what is under way when the gateway is to stop.
-        a_peer: connections that one address may have; of IPv6, one network of 64 bits.
-    """
-
-    def __init__(self, counters: Counters, bodies: int, a_peer: int, drain: float = 0.0) -> None:
-        self.counters, self._bodies, self._a_peer, self._drain = counters, bodies, a_peer, drain
-        self._stopping = False
+    def __init__(self, counters: Counters, settings: Settings) -> None:
+        self.counters, self._settings, self._stopping = counters, settings, False
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = max(files - KEPT_FILES, files // 2) if files != resource.RLIM_INFINITY else MOST_FILES
         self._held = 0
-        self._peers = Counter[str]()
+        self._peers = Counter[str]()  # of IPv6, networks of 64 bits
         self._connections: set[Connection] = set()
 
     def enter(self, connection: Connection) -> None:
@@ -86,10 +76,11 @@ class ConnectionLimits:
         self.counters.add("connections")
         if len(self._connections) == 1:
             connection.loop.call_later(SWEEP_S, self._sweep, connection.loop)
+        a_peer = self._settings.max_connections_per_peer
         if len(self._connections) > self._most:  # no descriptor is left for one that lingers
             connection.transport.abort()
-        elif connection.peer and self._peers[connection.peer] > self._a_peer:
-            words = f"this address has {self._a_peer} connections here already (--max-connections-per-peer)"
+        elif connection.peer and self._peers[connection.peer] > a_peer:
+            words = f"this address has {a_peer} connections here already (--max-connections-per-peer)"
             connection.refuse(ApiError(503, words, code="too_many_connections", headers=RETRY_AFTER))
 
     def leave(self, connection: Connection) -> None:
@@ -105,7 +96,7 @@ class ConnectionLimits:
         body.held += size
         self._held += size
         self.counters.add("body_bytes_held", size)
-        while size > 0 and self._held > self._bodies and body.arriving:
+        while size > 0 and self._held > self._settings.bodies_bytes and body.arriving:
             largest = max(
                 (each for line in self._connections for each in line.bodies if each.arriving),
                 key=lambda each: each.held,
@@ -117,8 +108,8 @@ class ConnectionLimits:
         """Lets answers under way end for a while, then ends them with an error, then their connections."""
         if not self._stopping:
             self._stopping = True
-            loop.call_later(self._drain, end_all)
-            loop.call_later(self._drain + LAST_WORDS_S, self._abort)
+            loop.call_later(self._settings.drain_s, end_all)
+            loop.call_later(self._settings.drain_s + LAST_WORDS_S, self._abort)
 
     def _abort(self) -> None:
         for connection in tuple(self._connections):
@@ -137,31 +128,21 @@ class Connection(HttpToolsProtocol):
 
     scope: Any  # of the request that is read: uvicorn's type has no keys of ours
 
-    def __init__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
-        self.door: ConnectionLimits = app_state["door"]
-        self.peer = ""
-        self.bodies: set[Body] = set()
-        """Those of requests that are not answered yet."""
-        self._body: Body | None = None  # of the request that is read
-        self._deadline: float | None = None  # for what is awaited of the client
-        self._in_head, self._begun = True, False
-        self._head_bytes = self._fields = 0
-        self._rest: int | None = 0  # of a body: bytes that are still to come; None: chunks of a length unknown
-        self._frames = 0  # of a chunked body: bytes that are not the body itself, less their share of it
-        self._fault: ApiError | None = None
-        self._refused, self._passed_over = False, math.inf  # bytes that may still be read and passed over
+    _body: Body | None = None  # of the request that is read
+    _in_head, _begun = True, False
+    _head_bytes = _fields = 0
+    _rest: int | None = 0  # of a body: bytes that are still to come; None: chunks of a length unknown
+    _frames = 0  # of a chunked body: bytes that are not the body itself, less their share of it
+    _fault: ApiError | None = None
+    _refused, _passed_over = False, math.inf  # bytes that may still be read and passed over
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.peer = _network(self.client[0]) if self.client else ""
-        self._deadline = self.loop.time() + HEAD_S
+        self.bodies: set[Body] = set()
+        """Those of requests that are not answered yet."""
+        self._deadline: float | None = self.loop.time() + HEAD_S  # for what is awaited of the client
+        self.door: ConnectionLimits = self.app_state["door"]
         self.door.enter(self)
 
     def shutdown(self) -> None:
@@ -329,12 +310,10 @@ class Connection(HttpToolsProtocol):
             self._refused = True
             self.transport.close()
             return
-        content = json.dumps(fault.body).encode()
-        scope = self.scope if self._begun else {"headers": []}  # with what came of its header
-        fields = {**fault.headers, "x-request-id": id_of(scope), "Connection": "close"}
-        fields |= {"Content-Type": "application/json", "Content-Length": str(len(content))}
-        lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        self.transport.write(STATUS_LINE[fault.status] + lines.encode() + b"\r\n" + content)
+        answer, scope = fault.response(), self.scope if self._begun else {"headers": []}  # with what came of its header
+        answer.headers.update({"x-request-id": id_of(scope), "Connection": "close"})
+        lines = b"".join(b"%s: %s\r\n" % field for field in answer.raw_headers)
+        self.transport.write(STATUS_LINE[fault.status] + lines + b"\r\n" + answer.body)
         self._linger(LINGER_BYTES if fault.status < 500 else math.inf)
 
     def _linger(self, passed_over: float = math.inf) -> None:

@@ -26,18 +26,18 @@ from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tessera_gateway.errors import RETRY_AFTER, ApiError
 from tessera_gateway.metrics import TURN, Counters, of_key
-from tessera_gateway.middleware import Middleware
+from tessera_gateway.request import Middleware
 
 GUARDED = ("/v1/", "/tessera/", "/metrics")
 """What begins with these needs a key. The page itself and /health do not; what the page asks for does."""
@@ -142,15 +142,13 @@ class RequireKey(Middleware):
         if key is None:
             words = "no valid key: send the header `Authorization: Bearer KEY`"
             refusal = ApiError(401, words, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-            return await refusal.response()(scope, receive, send)
-        if scope["method"] == "POST" and (wait := self._rates.wait_s(key)):
+        elif scope["method"] == "POST" and (wait := self._rates.wait_s(key)):
             words = f"the key {key.name} may ask {key.rate:g} requests a minute"
-            headers = {"Retry-After": str(math.ceil(wait))}
-            return await ApiError(429, words, code="rate_limit_exceeded", headers=headers).response()(
-                scope, receive, send
-            )
-        scope[KEY] = key
-        return await self._app(scope, receive, send)
+            refusal = ApiError(429, words, code="rate_limit_exceeded", headers={"Retry-After": str(math.ceil(wait))})
+        else:
+            scope[KEY] = key
+            return await self._app(scope, receive, send)
+        return await refusal.response()(scope, receive, send)
 
     def _key(self, scope: Scope) -> Key | None:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -166,15 +164,14 @@ MOST_OF_SHARE = 0.75
 ASKS_FOR_S = 1.0  # after its last request; until then a key counts as one that asks
 
 
-@dataclass(order=True)
-class Waiter:
+class Waiter(NamedTuple):
     """A request that waits. ``order``: its priority, its place on the line of time, and, of several keys there, who
     came last, for it has waited least often."""
 
     order: tuple[int, float, int]
-    key: Key = field(compare=False)
-    cost: int = field(compare=False)
-    turn: asyncio.Future[None] = field(compare=False)
+    key: Key
+    cost: int
+    turn: asyncio.Future[None]
 
 
 class Turns:

@@ -10,22 +10,25 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 STATUSES = (200, 400, 401, 404, 405, 408, 413, 429, 431, 499, 500, 501, 503, 504, 0)
 """0 is any other."""
-BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, float("inf"))
+BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 """Seconds of a completion, from its first byte to its last."""
+BUCKETS = {float(bound): f'completion_seconds_bucket{{le="{bound}"}}' for bound in (*BOUNDS, "+Inf")}
 TOKENS = ("prompt", "completion")
 WAITING = "batch_writes_waiting"
 GAUGES = ("requests_under_way", "connections", "body_bytes_held", WAITING)
 """What a worker that died takes along."""
 NAMES = (
     *(f'requests_total{{status="{status or "other"}"}}' for status in STATUSES),
-    *(f'completion_seconds_bucket{{le="{"+Inf" if bound == BOUNDS[-1] else bound}"}}' for bound in BOUNDS),
+    *BUCKETS.values(),
     *("completion_seconds_sum", "completion_seconds_count"),
     *(f'tokens_total{{kind="{kind}"}}' for kind in TOKENS),
     "body_bytes_total",
@@ -66,19 +69,14 @@ class Counters:
     """
 
     def __init__(self, path: Path | None = None, workers: int = 1, keys: Iterable[str] = ()) -> None:
-        self._file: IO[bytes] | None = None
         self._names = (*NAMES, *map(of_key, keys))
         self._place = {name: number for number, name in enumerate(self._names)}
-        row, row_bytes = 0, struct.calcsize("d") * len(self._names)
-        if path is None:
-            self._rows = mmap.mmap(-1, row_bytes * workers)
-        else:
-            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")  # the lock is this file's
-            if os.fstat(self._file.fileno()).st_size < row_bytes * workers:
-                os.ftruncate(self._file.fileno(), row_bytes * workers)
-            row = _claim(self._file, workers)
-            self._rows = mmap.mmap(self._file.fileno(), row_bytes * workers)
-        self._values = memoryview(self._rows).cast("d")
+        size, row, file = struct.calcsize("d") * len(self._names) * workers, 0, -1
+        if path is not None:
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # never closed: the lock is this file's
+            os.ftruncate(file, size)
+            row = _claim(file, workers)
+        self._values = memoryview(mmap.mmap(file, size)).cast("d")
         self._own = self._values[row * len(self._names) : (row + 1) * len(self._names)]
         for name in GAUGES:  # those of a worker that died are over
             self._own[self._place[name]] = 0.0
@@ -92,9 +90,9 @@ class Counters:
 
     def completed(self, seconds: float, usage: Mapping[str, int] | None) -> None:
         """Counts a completion's time, and its tokens where they are known."""
-        for bound in BOUNDS:
+        for bound, bucket in BUCKETS.items():
             if seconds <= bound:
-                self.add(f'completion_seconds_bucket{{le="{"+Inf" if bound == BOUNDS[-1] else bound}"}}')
+                self.add(bucket)
         self.add("completion_seconds_sum", seconds)
         self.add("completion_seconds_count")
         self.used(usage)
@@ -110,22 +108,18 @@ class Counters:
 
     def page(self) -> str:
         """Prometheus's text format."""
-        return "".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
+        lines: list[str] = []
         for family, (kind, words) in ABOUT.items():
-            yield f"# HELP {PREFIX}{family} {words}\n# TYPE {PREFIX}{family} {kind}\n"
-            for name in self._names:
-                if name.partition("{")[0] in (family, f"{family}_bucket", f"{family}_sum", f"{family}_count"):
-                    yield f"{PREFIX}{name} {self.total(name):.16g}\n"
+            lines += [f"# HELP {PREFIX}{family} {words}", f"# TYPE {PREFIX}{family} {kind}"]
+            known = [name for name in self._names if re.match(rf"{family}(_bucket|_sum|_count)?($|{{)", name)]
+            lines += [f"{PREFIX}{name} {self.total(name):.16g}" for name in known]
+        return "\n".join(lines) + "\n"
 
 
-def _claim(file: IO[bytes], rows: int) -> int:
+def _claim(file: int, rows: int) -> int:
     """The first row that is free. The lock ends with this process."""
     for row in range(rows):
-        try:
+        with suppress(OSError):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, row)
-        except OSError:
-            continue
-        return row
+            return row
     raise RuntimeError(f"more than {rows} workers")

@@ -16,15 +16,10 @@ from fastapi.responses import FileResponse
 from PIL import Image, UnidentifiedImageError
 
 from tessera_client import AsyncClient, InvalidRequest
-from tessera_gateway.body import read
+from tessera_gateway.request import read
 
 FOLDER = Path(__file__).parent / "page"
-MEDIA_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 HEADERS = {
     # Everything comes from here, nothing inline; a picture is shown from the browser's memory (blob:, data:).
     "Content-Security-Policy": (

@@ -37,9 +37,6 @@ MOST_FIELDS = 100
 MOST_METADATA = 16  # OpenAI's
 MOST_TOOLS = 128  # OpenAI's
 MOST_ANSWERS = 8
-FIRST_FAULT = Field(fail_fast=True)
-"""Of a list. What pydantic notes of each of a million faults would not fit into memory."""
-
 MOST_VALUES = 100_000  # pictures and texts are few values, however large; a worker stands still while it reads many
 
 
@@ -89,15 +86,16 @@ def by_type(*types: str) -> Discriminator:
     return Discriminator(tag, custom_error_type="unknown_type", custom_error_message=expected)
 
 
+V = TypeVar("V")
+Several = Annotated[list[V], Field(fail_fast=True)]
+"""Refused at the first fault: what pydantic notes of each of a million would not fit into memory."""
 STRING, OTHER = Tag("<string>"), Tag("<other>")
 STRING_OR_OTHER = Discriminator(lambda value: "<string>" if isinstance(value, str) else "<other>")
+StringOr = Annotated[Annotated[str, STRING] | Annotated[V, OTHER], STRING_OR_OTHER]
 ContentPart = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[Picture, Tag("<image_url>")], by_type("text", "image_url")
 ]
-Content = Annotated[Annotated[str, STRING] | Annotated[list[ContentPart], FIRST_FAULT, OTHER], STRING_OR_OTHER]
-
-
-Stop = Annotated[Annotated[str, STRING] | Annotated[list[str], FIRST_FAULT, OTHER], STRING_OR_OTHER]
+Content = StringOr[Several[ContentPart]]
 
 
 class CalledFunction(Part):
@@ -116,7 +114,7 @@ class Message(Part):
     content: Content | None = None
     name: str | None = None
     """Without effect: no prompt shows it."""
-    tool_calls: Annotated[list[ToolCall], FIRST_FAULT] | None = None
+    tool_calls: Several[ToolCall] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -189,8 +187,8 @@ class JsonSchema(Part):
     json_schema: NamedSchema
 
 
-TextOrObject = Annotated[Annotated[str, STRING] | Annotated[dict[str, Any], OTHER], STRING_OR_OTHER]
-GuidedChoice = Annotated[list[Annotated[str, Field(min_length=1)]], FIRST_FAULT, Field(min_length=1)]
+TextOrObject = StringOr[dict[str, Any]]
+GuidedChoice = Annotated[Several[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
 
 class StructuredOutputs(Part):
@@ -219,7 +217,7 @@ class ProcessorArguments(Part):
 class Tessera(Part):
     """What only this server has."""
 
-    choices: Annotated[list[str], FIRST_FAULT] | None = None
+    choices: Several[str] | None = None
     """The answer is the likeliest of these labels (docs/clients.md)."""
     regex: str | None = None
     """The answer matches this regular expression."""
@@ -227,12 +225,13 @@ class Tessera(Part):
     """How finely pictures are cut (docs/tile_policies.md)."""
 
 
-ResponseFormat = Annotated[
+Format = Annotated[
     Annotated[PlainText, Tag("<text>")]
     | Annotated[JsonObject, Tag("<json_object>")]
-    | Annotated[JsonSchema, Tag("<json_schema>")],
+    | Annotated[V, Tag("<json_schema>")],
     by_type("text", "json_object", "json_schema"),
 ]
+"""What an answer is to be, by how a schema is given."""
 
 
 def _metadata(given: dict[str, Any]) -> dict[str, Any]:
@@ -255,7 +254,7 @@ class Harmless(Part):
 
 class ChatRequest(Harmless):
     model: str
-    messages: Annotated[list[Message], FIRST_FAULT] = Field(min_length=1)
+    messages: Several[Message] = Field(min_length=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
@@ -263,20 +262,20 @@ class ChatRequest(Harmless):
     max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    stop: Stop | None = None
+    stop: StringOr[Several[str]] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], FIRST_FAULT, Field(max_length=MOST_TOOLS)] | None = None
+    response_format: Format[JsonSchema] | None = None
+    tools: Annotated[Several[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
 
     top_k: int | None = None
     min_p: float | None = None
-    stop_token_ids: Annotated[list[int], FIRST_FAULT] | None = None
+    stop_token_ids: Several[int] | None = None
     min_tokens: int | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
@@ -295,17 +294,13 @@ class ChatRequest(Harmless):
     @property
     def limit(self) -> int | None:
         """The most tokens of the answer, by either of its names."""
-        return next(iter(self._limits), None)
-
-    @property
-    def _limits(self) -> set[int]:
-        return {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
-        if len(self._limits) > 1:
+        if self.max_tokens is not None and self.max_tokens != self.limit:
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")

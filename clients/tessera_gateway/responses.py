@@ -11,25 +11,10 @@ from pydantic import Field, Tag, field_validator
 from starlette.responses import Response
 
 from tessera_client import Answer, Delta
-from tessera_gateway import translation
+from tessera_gateway import protocol, translation
 from tessera_gateway.completions import answered, request_in
 from tessera_gateway.errors import ApiError, renamed
 from tessera_gateway.metrics import RESPONSES
-from tessera_gateway.protocol import (
-    FIRST_FAULT,
-    OTHER,
-    STRING,
-    STRING_OR_OTHER,
-    ChatRequest,
-    Harmless,
-    JsonObject,
-    NamedSchema,
-    Part,
-    PlainText,
-    Tessera,
-    by_type,
-    parse,
-)
 
 NOTHING_STORED = "nothing is stored here: send the whole conversation as input"
 _NAMES = {
@@ -42,19 +27,19 @@ _NAMES = {
 router = APIRouter()
 
 
-class InputText(Part):
+class InputText(protocol.Part):
     type: Literal["input_text"]
     text: str
 
 
-class InputImage(Part):
+class InputImage(protocol.Part):
     type: Literal["input_image"]
     image_url: str
     """As in a chat completion."""
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class OutputText(Part):
+class OutputText(protocol.Part):
     """Of an earlier answer, as it was told."""
 
     type: Literal["output_text"]
@@ -67,46 +52,36 @@ ItemPart = Annotated[
     Annotated[InputText, Tag("<input_text>")]
     | Annotated[InputImage, Tag("<input_image>")]
     | Annotated[OutputText, Tag("<output_text>")],
-    by_type("input_text", "input_image", "output_text"),
+    protocol.by_type("input_text", "input_image", "output_text"),
 ]
 
 
-class Item(Part):
+class Item(protocol.Part):
     """A turn of the conversation; also an earlier answer's ``output``, as it came."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[Annotated[str, STRING] | Annotated[list[ItemPart], FIRST_FAULT, OTHER], STRING_OR_OTHER]
+    content: protocol.StringOr[protocol.Several[ItemPart]]
     id: str | None = None
     status: str | None = None
 
 
-Input = Annotated[
-    Annotated[str, STRING] | Annotated[list[Item], FIRST_FAULT, Field(min_length=1), OTHER], STRING_OR_OTHER
-]
+Input = protocol.StringOr[Annotated[protocol.Several[Item], Field(min_length=1)]]
 
 
-class Schema(NamedSchema):
+class Schema(protocol.NamedSchema):
     type: Literal["json_schema"]
 
 
-class TextConfig(Part):
-    format: (
-        Annotated[
-            Annotated[PlainText, Tag("<text>")]
-            | Annotated[JsonObject, Tag("<json_object>")]
-            | Annotated[Schema, Tag("<json_schema>")],
-            by_type("text", "json_object", "json_schema"),
-        ]
-        | None
-    ) = None
+class TextConfig(protocol.Part):
+    format: protocol.Format[Schema] | None = None
 
 
-class StreamOptions(Part):
+class StreamOptions(protocol.Part):
     include_obfuscation: bool | None = None  # there is none
 
 
-class ResponsesRequest(Harmless):
+class ResponsesRequest(protocol.Harmless):
     model: str
     input: Input
     instructions: str | None = None
@@ -121,7 +96,7 @@ class ResponsesRequest(Harmless):
     tool_choice: Literal["none", "auto"] | None = None
     truncation: Literal["disabled"] | None = None
     previous_response_id: str | None = None
-    tessera: Tessera | None = None
+    tessera: protocol.Tessera | None = None
 
     @field_validator("previous_response_id")
     @classmethod
@@ -130,7 +105,7 @@ class ResponsesRequest(Harmless):
             raise ValueError(NOTHING_STORED)
         return given
 
-    def chat(self) -> ChatRequest:
+    def chat(self) -> protocol.ChatRequest:
         """The same as a chat completion. Raises ApiError."""
         given = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         turns: list[dict[str, Any]] = [{"role": item.role, "content": _content(item)} for item in given]
@@ -141,13 +116,11 @@ class ResponsesRequest(Harmless):
                 parts += [{"type": "text", "text": "\n\n"}]
                 parts += [{"type": "text", "text": first}] if isinstance(first, str) else first
             turns.insert(0, {"role": "system", "content": parts})
-        fields: dict[str, Any] = {"model": self.model, "messages": turns, "stream": self.stream}
-        fields |= {"max_completion_tokens": self.max_output_tokens, "response_format": self._format()}
-        fields |= {"temperature": self.temperature, "top_p": self.top_p}
-        fields |= {"tessera": self.tessera and self.tessera.model_dump()}
-        return parse(fields, ChatRequest)
+        same = self.model_dump(include={"model", "stream", "temperature", "top_p", "tessera"})
+        own = {"max_completion_tokens": self.max_output_tokens, "response_format": self._format()}
+        return protocol.parse({**same, **own, "messages": turns}, protocol.ChatRequest)
 
-    def in_its_words(self, error: ApiError, chat: ChatRequest) -> ApiError:
+    def in_its_words(self, error: ApiError, chat: protocol.ChatRequest) -> ApiError:
         """An error of the chat completion with the names that fields have here."""
         if isinstance(self.input, str):
             return renamed(error, {"messages[0]": "input", "messages[1]": "input", **_NAMES})
@@ -193,7 +166,7 @@ class ResponsesFormat(translation.Completion):
 
     ending = b""
 
-    def __init__(self, asked: ResponsesRequest, chat: ChatRequest) -> None:
+    def __init__(self, asked: ResponsesRequest, chat: protocol.ChatRequest) -> None:
         super().__init__(chat)
         self._told = asked
         self._id, self._item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
@@ -258,7 +231,7 @@ class ResponsesFormat(translation.Completion):
     def _response(self, status: str) -> dict[str, Any]:
         asked = self._told
         form = asked.text.format if asked.text else None
-        told = PlainText(type="text") if form is None else form
+        told = protocol.PlainText(type="text") if form is None else form
         return {
             "id": self._id,
             "object": "response",

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tessera_gateway.errors import REQUEST_ID
 from tessera_gateway.metrics import COMPLETIONS, MODEL, RESPONSES, STATUS
-from tessera_gateway.middleware import Middleware
+from tessera_gateway.request import Middleware
 
 if TYPE_CHECKING:
     from opentelemetry.sdk import trace as sdk

@@ -169,12 +169,7 @@ class Completion:
         }
 
     def _chunk(
-        self,
-        index: int,
-        delta: Mapping[str, Any],
-        finish: str | None = None,
-        entries: Any = None,
-        **own: Any,
+        self, index: int, delta: Mapping[str, Any], finish: str | None = None, entries: Any = None, **own: Any
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs(entries), "finish_reason": finish}
         return event({**self._object("chat.completion.chunk", [choice]), **own})

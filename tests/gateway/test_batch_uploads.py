@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 from python_multipart.exceptions import FormParserError
 
-from tessera_gateway.batches import upload
-from tessera_gateway.batches.upload import Form
+from tessera_gateway.batches import routes
+from tessera_gateway.batches.routes import Form
 from tessera_gateway.errors import ApiError
 from tessera_gateway.settings import Settings
 
@@ -93,7 +93,7 @@ def test_a_name_in_any_character_set(door: Asked, charset: str) -> None:
 
 
 def test_too_many_lines(door: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "MOST_LINES", 2)
+    monkeypatch.setattr(routes, "MOST_LINES", 2)
     assert send(door, PURPOSE, FILE, END).status_code == 200
     refusal = send(door, PURPOSE, FILE.replace(b"ab", b"ab\nab"), END)
     assert refusal.status_code == 413 and "more than 2 lines" in refusal.json()["error"]["message"]

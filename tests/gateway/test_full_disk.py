@@ -15,7 +15,7 @@ from batch_files import answers, client_of, create, line, over
 from fakes.answering_server import AnsweringServer
 from gateway_doubles import Asked, listening, until
 
-from tessera_gateway.batches import database, runner, service, upload
+from tessera_gateway.batches import database, routes, runner, service
 from tessera_gateway.batches.files import Files
 from tessera_gateway.batches.jobs import Jobs
 from tessera_gateway.settings import Settings
@@ -35,7 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(runner, "POLL_S", 0.01)
     monkeypatch.setattr(service, "AGAIN_S", 0.02)
-    monkeypatch.setattr(upload, "DROP_S", 0.02)
+    monkeypatch.setattr(routes, "DROP_S", 0.02)
 
 
 def used(folder: Path) -> int:

@@ -2,7 +2,7 @@
 
 The data's way, in bounded memory whatever the size of a file::
 
-    upload    a body of multipart/form-data, as it comes, into lines
+    routes    what is asked for; an upload, a form of multipart/form-data as it comes, becomes lines
     files     a file is its lines, each a row of the database: those of an upload, and those of results
     jobs      a batch is the lines of its input that have no result yet, and where their results go
     service   what the routes and the runner share: both of these, and the waiting for room on the disk

@@ -20,12 +20,12 @@ from tessera_gateway.batches import service
 from tessera_gateway.batches.database import FolderLock
 from tessera_gateway.batches.jobs import Ending, Line, result
 from tessera_gateway.batches.service import BatchService
-from tessera_gateway.body import all_of
 from tessera_gateway.completions import sdk_call
 from tessera_gateway.errors import ApiError, fault, from_wire, renamed
 from tessera_gateway.metrics import Counters
 from tessera_gateway.pictures_from import Fetcher
 from tessera_gateway.protocol import ChatRequest, parse
+from tessera_gateway.request import all_of
 from tessera_gateway.settings import Settings
 from tessera_gateway.tools import names
 from tessera_jobs.asker import Asker, Away, end, for_each
@@ -139,14 +139,14 @@ class Runner:
     async def _completed(self, asked: ChatRequest, name: str) -> dict[str, Any]:
         if asked.stream:
             raise ApiError(400, "stream is not possible in a batch", "stream", "unsupported_parameter")
-        call = await sdk_call(asked, self._settings, self._fetcher)
+        conversation, options = await sdk_call(asked, self._settings, self._fetcher)
 
-        def answer(options: dict[str, Any]) -> Coroutine[Any, Any, Answer]:
-            given = options | {"priority": max(PRIORITY, options.get("priority", PRIORITY))}
-            return self._asker.ask(lambda on: on.named(name).chat(call.conversation, timeout=LONGEST_S, **given))
+        def answer(given: dict[str, Any]) -> Coroutine[Any, Any, Answer]:
+            later = given | {"priority": max(PRIORITY, given.get("priority", PRIORITY))}
+            return self._asker.ask(lambda on: on.named(name).chat(conversation, timeout=LONGEST_S, **later))
 
         try:
-            answers = await all_of([answer(each) for each in call.options])
+            answers = await all_of([answer(each) for each in options])
         except InvalidRequest as error:
             raise renamed(from_wire(error), names(asked)) from None
         whole = translation.Completion(asked).whole(answers)
