@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
 
 from tessera_gateway.connections import raise_file_limit
 
@@ -24,98 +26,66 @@ POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-@asynccontextmanager
-async def line(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(STRANGER, 0))
-    try:
-        yield reader, writer
-    finally:
-        writer.transport.abort()
-
-
-async def status(reader: asyncio.StreamReader) -> int:
-    words = (await reader.readline()).split()
-    return int(words[1]) if len(words) > 1 else 0
-
-
-async def poured(port: int, head: bytes, part: bytes, most: int) -> int:
-    """Sends the part again and again, ``most`` bytes at most; the answer's status."""
-    async with line(port) as (reader, writer):
-        with suppress(OSError):
-            writer.write(head)
-            for _ in range(most // len(part)):
-                writer.write(part)
-                await writer.drain()
-        return await status(reader)
-
-
-async def asked(port: int, body: bytes) -> int:
-    async with line(port) as (reader, writer):
-        writer.write(POST + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body)
-        return await status(reader)
-
-
-async def held(port: int) -> int:
-    """A body of 60 MiB, all of it but the last byte."""
-    async with line(port) as (reader, writer):
-        answer = asyncio.ensure_future(status(reader))
-        with suppress(OSError):
-            writer.write(POST + b"Content-Length: %d\r\n\r\n" % (60 * MIB))
-            for number in range(60):
-                writer.write(b" " * (MIB - (number == 59)))
-                await writer.drain()
-        await asyncio.wait({answer}, timeout=SECONDS)
-        if not answer.done():
-            answer.cancel()
-            return 0
-        return answer.result()
-
-
 def question(**fields: object) -> bytes:
     return json.dumps({"model": "vlm", "messages": HELLO, "max_tokens": 4, **fields}).encode()
 
 
-async def again(attack: Callable[[], Awaitable[int]], found: Counter[int], lines: int) -> None:
-    """The attack on that many connections at a time, each again when it ends."""
-    end = asyncio.get_running_loop().time() + SECONDS
-
-    async def one() -> None:
-        while asyncio.get_running_loop().time() < end:
-            try:
-                found[await attack()] += 1
-            except OSError:
-                found[0] += 1
-
-    await asyncio.gather(*(one() for _ in range(lines)))
+def post(**fields: object) -> bytes:
+    body = question(**fields)
+    return POST + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body
 
 
-async def once(attack: Callable[[], Awaitable[int]], found: Counter[int], lines: int) -> None:
-    """The attack on that many connections at once."""
-    for ended in await asyncio.gather(*(attack() for _ in range(lines)), return_exceptions=True):
-        found[ended if isinstance(ended, int) else 0] += 1
+class Attack(NamedTuple):
+    """On so many ``lines`` at once each sends its ``head``, and ``part`` so many ``times``; ``again`` when it ends."""
+
+    lines: int
+    again: bool
+    head: Callable[[int], bytes]
+    part: bytes = b""
+    times: int = 0
+
+    async def once(self, port: int, number: int) -> int:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(STRANGER, 0))
+        answer = asyncio.ensure_future(reader.readline())
+        try:
+            with suppress(OSError):
+                writer.write(self.head(number))
+                for _ in range(self.times):
+                    writer.write(self.part)
+                    await writer.drain()
+            words = (await asyncio.wait_for(answer, SECONDS if self.part else 120)).split()
+            return int(words[1]) if words else 0
+        finally:
+            writer.transport.abort()
+
+    async def run(self, port: int) -> Counter[int]:
+        found, end = Counter[int](), time.monotonic() + SECONDS
+
+        async def one(number: int) -> None:
+            going_on = True
+            while going_on:
+                status = 0
+                with suppress(OSError, asyncio.TimeoutError):
+                    status = await self.once(port, number)
+                found[status] += 1
+                going_on = self.again and time.monotonic() < end
+
+        await asyncio.gather(*map(one, range(self.lines)))
+        return found
 
 
-async def run(name: str, port: int) -> Counter[int]:
-    found = Counter[int]()
-    chunked = POST + b"Transfer-Encoding: chunked\r\n\r\n"
-    values = question(messages=HELLO * (8 * MIB // 40))
-    grammars = iter(question(tessera={"regex": f"a{{{19900 + number}}}"}) for number in range(1000))
-    attacks: dict[str, Awaitable[None]] = {
-        "headers": again(lambda: poured(port, GET + b"X: ", b"a" * (1 << 16), 64 * MIB), found, 4),
-        "chunks": again(lambda: poured(port, chunked, b"1\r\na\r\n" * 10_000, 64 * MIB), found, 4),
-        "held bodies": once(lambda: held(port), found, 16),
-        "values": again(lambda: asked(port, values), found, 2),
-        "2,000 at once": once(lambda: asked(port, question()), found, 2000),
-        "grammars": once(lambda: asked(port, next(grammars)), found, 60),
-    }
-    for each, attack in attacks.items():
-        if each == name:
-            await asyncio.wait_for(attack, 120)
-        else:
-            attack.close()  # type: ignore[attr-defined]
-    return found
-
+CHUNKS = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+HELD = POST + b"Content-Length: %d\r\n\r\n" % (60 * MIB)  # all of it comes but the last part
+VALUES = post(messages=HELLO * (8 * MIB // 40))
+ATTACKS = {
+    "headers": Attack(4, True, lambda _: GET + b"X: ", b"a" * (1 << 16), 1024),
+    "chunks": Attack(4, True, lambda _: CHUNKS, b"1\r\na\r\n" * 10_000, 1100),
+    "held bodies": Attack(16, False, lambda _: HELD, b" " * MIB, 59),
+    "values": Attack(2, True, lambda _: VALUES),
+    "2,000 at once": Attack(2000, False, lambda _: post()),
+    "grammars": Attack(60, False, lambda number: post(tessera={"regex": f"a{{{19900 + number}}}"})),
+}
 
 if __name__ == "__main__":
     raise_file_limit()
-    print(json.dumps(asyncio.run(run(sys.argv[1], int(sys.argv[2])))))
+    print(json.dumps(asyncio.run(ATTACKS[sys.argv[1]].run(int(sys.argv[2])))))

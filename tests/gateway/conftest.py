@@ -26,8 +26,14 @@ def play(door: tuple[Asked, str]) -> Any:
     return lambda *script: door[0].fake.script.extend(script)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def without_proxy() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        yield
+
+
 @pytest.fixture
-def client(door: tuple[Asked, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[openai.OpenAI]:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+def client(door: tuple[Asked, str]) -> Iterator[openai.OpenAI]:
     with client_of(door[1]) as client:
         yield client

@@ -6,16 +6,17 @@ stranger's requests end as they should, and that the worker's memory stays in bo
 
 from __future__ import annotations
 
-import http.client
 import json
 import statistics
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import attacks
 import pytest
 from attacks import question
 from gateway_doubles import started
@@ -25,8 +26,6 @@ from tessera.launcher.process import Server
 
 pytestmark = pytest.mark.clients
 
-ATTACKS = Path(__file__).parent / "attacks.py"
-ROOT = ATTACKS.parents[2]
 QUIET_S = 4.0
 PAUSE_S = 0.02
 LONGEST_S = 30.0  # that a bystander may wait
@@ -41,38 +40,22 @@ EXPECTED = {
 }
 
 
-@contextmanager
-def gateway(server: str) -> Iterator[tuple[int, int]]:
-    """(port, process id) of a gateway of one worker before a server."""
-    with started("--workers", "1", server=server) as (process, url):
-        yield int(url.rpartition(":")[2]), process.pid
-
-
 @pytest.fixture(scope="module")
-def port() -> Iterator[tuple[int, int]]:
-    with standin() as server, gateway(server) as found:
+def door() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with standin() as server, started("--workers", "1", server=server) as found:
         yield found
 
 
-def ask(port: int) -> float:
-    """The milliseconds of one question on a connection of its own."""
-    began = time.perf_counter()
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LONGEST_S)
-    try:
-        connection.request("POST", "/v1/chat/completions", question(), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        assert answer.status == 200, answer.read()
-        answer.read()
-    finally:
-        connection.close()
-    return 1e3 * (time.perf_counter() - began)
-
-
-def bystander(port: int, attack: subprocess.Popen[str] | None) -> list[float]:
-    """Milliseconds of questions one after another, while the attack goes on; without one, for QUIET_S."""
+def bystander(url: str, attack: subprocess.Popen[str] | None) -> list[float]:
+    """Milliseconds of questions one after another, each on a connection of its own, while the attack goes on; without
+    one, for QUIET_S."""
     end, found = time.monotonic() + QUIET_S, []
     while attack.poll() is None if attack else time.monotonic() < end:
-        found.append(ask(port))
+        began, json_body = time.perf_counter(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/v1/chat/completions", question(), json_body)
+        with urllib.request.urlopen(request, timeout=LONGEST_S) as answer:
+            answer.read()
+        found.append(1e3 * (time.perf_counter() - began))
         time.sleep(PAUSE_S)
     return found
 
@@ -82,11 +65,11 @@ def said(milliseconds: list[float]) -> str:
     return f"p50 {statistics.median(milliseconds):7.1f} ms, p99 {p99:7.1f} ms"
 
 
-def attacked(name: str, port: int, pid: int, capsys: pytest.CaptureFixture[str]) -> dict[int, int]:
+def attacked(name: str, url: str, pid: int, capsys: pytest.CaptureFixture[str]) -> dict[int, int]:
     """How the attack's requests ended; prints how a bystander fared."""
-    quiet = bystander(port, None)
-    with subprocess.Popen([sys.executable, ATTACKS, name, str(port)], stdout=subprocess.PIPE, text=True) as attack:
-        meanwhile = bystander(port, attack)
+    quiet, command = bystander(url, None), [sys.executable, attacks.__file__, name, url.rpartition(":")[2]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attack:
+        meanwhile = bystander(url, attack)
         assert attack.stdout is not None
         ended = {int(status): count for status, count in json.loads(attack.stdout.read()).items()}
     with capsys.disabled():
@@ -101,14 +84,14 @@ def peak(pid: int) -> int:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_bystander_is_answered(name: str, port: tuple[int, int], capsys: pytest.CaptureFixture[str]) -> None:
-    ended = attacked(name, *port, capsys)
-    assert ended.keys() <= EXPECTED[name]
-    assert peak(port[1]) < 1000  # 16 x 60 MiB held 1.7 GiB
+def test_a_bystander_is_answered(name: str, door: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    process, url = door
+    assert attacked(name, url, process.pid, capsys).keys() <= EXPECTED[name]
+    assert peak(process.pid) < 1000  # MiB: 16 x 60 MiB held 1.7 GiB
 
 
 @pytest.mark.server
 def test_a_bystander_of_grammars(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     """Large ones, each another: of a stranger who asks as anybody may."""
-    with gateway(server.grpc_url) as (port, pid):
-        attacked("grammars", port, pid, capsys)
+    with started("--workers", "1", server=server.grpc_url) as (process, url):
+        attacked("grammars", url, process.pid, capsys)

@@ -28,7 +28,6 @@ from tessera_jobs import asker
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(runner, "POLL_S", 0.01)
     monkeypatch.setattr(service, "AGAIN_S", 0.0)
     monkeypatch.setattr(asker, "PAUSE_S", 0)

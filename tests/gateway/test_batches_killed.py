@@ -47,7 +47,6 @@ def test_no_id_is_lost_or_answered_twice(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv("KILL_AT", str(kill_at))
         return started(program=("-c", PROGRAM))
 
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("FOLDER", str(tmp_path))
     names = [f"r{number}" for number in range(300)]
     lines = [line(name) for name in names]

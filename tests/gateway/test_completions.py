@@ -83,10 +83,11 @@ def test_pictures_system_prompts_and_turns() -> None:
         {"type": "image_url", "image_url": {"url": JPEG, "detail": "high"}},
         {"type": "image_url", "image_url": {"url": JPEG, "detail": "low"}},
     ]
+    nulls = dict.fromkeys(("annotations", "audio", "function_call", "tool_calls"))  # as OpenAI's client has them
     turns = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": content},
-        {"role": "assistant", "content": "a wire", "refusal": None, "annotations": None, "tool_calls": None},
+        {"role": "assistant", "content": "a wire", "refusal": None, **nulls},
         {"role": "user", "content": "sure?"},
     ]
     assert door.ask(turns).status_code == 200

@@ -32,7 +32,6 @@ HEAD = (
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(runner, "POLL_S", 0.01)
     monkeypatch.setattr(service, "AGAIN_S", 0.02)
     monkeypatch.setattr(routes, "DROP_S", 0.02)

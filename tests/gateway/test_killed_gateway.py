@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
-import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
-import httpx
 import pytest
-from gateway_doubles import started
+from gateway_doubles import started, until
 from server.http_door import read, total
+from test_connections import Line, question
 
 from tessera.launcher.guard import descendants
 from tessera.launcher.process import Server, command_line
@@ -24,23 +21,7 @@ LONG_ANSWERS = 40
 
 
 def wait_for(server: Server, in_flight: int, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while (found := total(read(server.metrics_url), "tessera_requests_in_flight")) != in_flight:
-        assert time.monotonic() < deadline, f"{found} requests in flight, not {in_flight}"
-        time.sleep(0.02)
-
-
-def ask(address: str, number: int) -> socket.socket:
-    """Sends a request and reads nothing of its answer."""
-    messages = [{"role": "user", "content": f"Describe {number}."}]
-    body = json.dumps(
-        {"model": "vlm", "messages": messages, "max_tokens": 7000, "ignore_eos": True, "stream": number % 2 == 0}
-    )
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    url = httpx.URL(address)
-    line = socket.create_connection((url.host, url.port))
-    line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-    return line
+    until(lambda: total(read(server.metrics_url), "tessera_requests_in_flight") == in_flight, seconds)
 
 
 @pytest.mark.parametrize("victim", ["one process", "parent of two workers", "workers"])
@@ -49,7 +30,8 @@ def test_its_work_ends_with_it(server: Server, victim: str) -> None:
     workers = "1" if victim == "one process" else "2"
     with ExitStack() as lines, started("--workers", workers, server=server.grpc_url) as (process, url):
         for number in range(LONG_ANSWERS):
-            lines.enter_context(ask(url, number))
+            line = lines.enter_context(closing(Line(url)))  # which reads nothing of its answer
+            line.send(question(max_tokens=7000, ignore_eos=True, stream=number % 2 == 0))
         wait_for(server, LONG_ANSWERS, 60)
         victims = [process.pid]
         if victim == "workers":

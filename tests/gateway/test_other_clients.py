@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +16,10 @@ from gateway_doubles import HELLO, Asked, listening
 from PIL import Image
 from pydantic import BaseModel
 
-from tessera_client.messages import Delta, Request
+from tessera_client.messages import Delta
 from tessera_gateway.settings import Settings
 
 pytestmark = pytest.mark.clients
-
-
-class Roomy(FakeTransport):
-    """Describes a room where a schema is asked for."""
-
-    def answer_to(self, request: Request) -> Sequence[Any]:
-        return [final('{"name": "kitchen", "sockets": 2}')]
-
-
-@pytest.fixture(scope="module")
-def door() -> Iterator[tuple[Asked, str]]:
-    os.environ["NO_PROXY"] = "127.0.0.1"
-    asked = Asked(Roomy(), Settings())
-    with listening(asked.app) as address:
-        yield asked, address
 
 
 class Room(BaseModel):
@@ -44,8 +27,17 @@ class Room(BaseModel):
     sockets: int
 
 
-def schema_asked(door: tuple[Asked, str]) -> dict[str, Any]:
-    return json.loads(door[0].fake.requests[-1][0].sampling or "{}")["json_schema"]
+KITCHEN = {"name": "kitchen", "sockets": 2}
+
+
+@pytest.fixture(autouse=True)
+def kitchen(play: Any) -> None:
+    play(*[[final(json.dumps(KITCHEN))]] * 2)
+
+
+def properties(door: tuple[Asked, str]) -> set[str]:
+    """Of the schema that was asked for."""
+    return set(json.loads(door[0].fake.requests[-1][0].sampling or "{}")["json_schema"]["properties"])
 
 
 @pytest.mark.parametrize("mode", [None, "JSON_SCHEMA", "TOOLS_STRICT", "JSON"])
@@ -56,12 +48,12 @@ def test_instructor(door: tuple[Asked, str], mode: str | None) -> None:
     with client_of(door[1]) as client:
         asker = instructor.from_openai(client, **modes)
         room = asker.chat.completions.create(model="vlm", messages=HELLO, response_model=Room, max_retries=0)
-        assert isinstance(room, Room) and room.model_dump() == {"name": "kitchen", "sockets": 2}
+        assert isinstance(room, Room) and room.model_dump() == KITCHEN
         if mode != "JSON":
-            assert set(schema_asked(door)["properties"]) == {"name", "sockets"}
+            assert properties(door) == {"name", "sockets"}
         options: Any = {"model": "vlm", "messages": HELLO, "response_model": Room, "max_retries": 0}
         *_, last = asker.chat.completions.create_partial(**options)
-    assert last.model_dump() == {"name": "kitchen", "sockets": 2}
+    assert last.model_dump() == KITCHEN
 
 
 @pytest.mark.parametrize("method", [None, "function_calling", "json_schema", "json_mode"])
@@ -71,39 +63,9 @@ def test_langchain_with_structured_output(door: tuple[Asked, str], method: Any) 
     model = ChatOpenAI(model="vlm", base_url=f"{door[1]}/v1", api_key="none", max_retries=0)  # type: ignore[arg-type]
     methods = {"method": method} if method else {}
     room = model.with_structured_output(Room, **methods).invoke("Which room?")
-    assert isinstance(room, Room) and room.model_dump() == {"name": "kitchen", "sockets": 2}
+    assert isinstance(room, Room) and room.model_dump() == KITCHEN
     if method != "json_mode":
-        assert set(schema_asked(door)["properties"]) == {"name", "sockets"}
-
-
-def test_langchain_binds_tools_and_tells_what_came_of_them(door: tuple[Asked, str]) -> None:
-    from langchain_core.messages import HumanMessage, ToolMessage
-    from langchain_core.tools import tool
-    from langchain_openai import ChatOpenAI
-
-    @tool
-    def count(room: str) -> int:
-        """Counts the sockets of a room."""
-        return len(room)
-
-    plain = ChatOpenAI(model="vlm", base_url=f"{door[1]}/v1", api_key="none", max_retries=0)  # type: ignore[arg-type]
-    model = plain.bind_tools([count])
-    script = door[0].fake.script
-    script += [[final('{"name": "count", "arguments": {"room": "hall"}}')], [final('{"answer": "four"}')]]
-    turns: list[Any] = [HumanMessage("How many?")]
-    turns.append(model.invoke(turns))
-    (call,) = turns[-1].tool_calls
-    assert (call["name"], call["args"]) == ("count", {"room": "hall"})
-    turns.append(ToolMessage(str(count.invoke(call["args"])), tool_call_id=call["id"]))
-    assert model.invoke(turns).content == "four"
-    script += [[Delta('{"name": "count", "argu'), Delta('ments": {"room": "ha'), final('ll"}}')]]
-    heard = None
-    for chunk in model.stream("How many?"):
-        heard = chunk if heard is None else heard + chunk
-    assert heard is not None and heard.tool_calls[0]["args"] == {"room": "hall"}
-    script += [[final('{"room": "hall"}')]]
-    forced = plain.bind_tools([count], tool_choice="any").invoke("How many?")
-    assert forced.tool_calls[0]["args"] == {"room": "hall"}
+        assert properties(door) == {"name", "sockets"}
 
 
 def test_aiperf_with_pictures(tmp_path: Path) -> None:

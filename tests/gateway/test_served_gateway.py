@@ -68,7 +68,6 @@ def picture() -> bytes:
 
 @pytest.fixture(scope="module")
 def address(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    os.environ["NO_PROXY"] = "127.0.0.1"
     folder = tmp_path_factory.mktemp("batches")
     with listening(create_app(Settings(server.grpc_url, (server.metrics_url,), batch_folder=folder))) as address:
         yield address

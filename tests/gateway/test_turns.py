@@ -48,18 +48,6 @@ class Queue:
                 await asyncio.sleep(0)
 
 
-async def test_a_flood_of_one_key_is_passed_by_the_others_next_request() -> None:
-    queue = Queue(4)
-    await queue.ask(A, 24)
-    for _ in range(5):
-        await queue.ask(B)
-        await queue.end(4)
-        assert "B" in queue.went[-4:]
-    await queue.ask(B, 3)
-    await queue.end(8)
-    assert queue.went[-8:].count("B") >= 3
-
-
 async def test_who_has_much_less_at_the_servers_passes_what_a_flood_has_there() -> None:
     turns, scopes = Turns(16, 60.0), [{KEY: key} for key in (A, A, A, A, B, B, B)]
     taken = [await turns.take(scope, 5, 1) for scope in scopes]

@@ -1,36 +1,20 @@
-"""The page's routes without a browser: files and their headers, tiles, status."""
+"""The page's routes without a browser: files and their headers, tiles, sizes, status."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import httpx
 import PIL.Image
 import pytest
-from fastapi import FastAPI
-from stand_in import METRICS, TWO_TILES, Client, StandIn
+from gateway.gateway_doubles import gateway
+from stand_in import METRICS, TWO_TILES
 
-from tessera_client import PicturePlan
-from tessera_gateway.page import FOLDER
+from tessera_client import InvalidRequest, PicturePlan
+from tessera_gateway.page import FOLDER, upright_size
 from tessera_gateway.service import numbers
-
-
-@pytest.fixture
-def stand_in() -> StandIn:
-    return StandIn()
-
-
-def send(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
-    async def call() -> httpx.Response:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://page") as client:
-            return await client.request(method, path, **options)
-
-    return asyncio.run(call())
 
 
 def files() -> Iterator[str]:
@@ -39,8 +23,8 @@ def files() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", files())
-def test_every_file_is_served_under_a_strict_policy(stand_in: StandIn, path: str) -> None:
-    response = send(stand_in.app, "GET", path)
+def test_every_file_is_served_under_a_strict_policy(path: str) -> None:
+    response = gateway()("GET", path)
     assert response.status_code == 200 and response.content == (FOLDER / (path[6:] or "index.html")).read_bytes()
     policy = dict(each.strip().split(" ", 1) for each in response.headers["content-security-policy"].split(";"))
     assert policy["default-src"] == "'none'" and policy["script-src"] == policy["style-src"] == "'self'"
@@ -49,8 +33,8 @@ def test_every_file_is_served_under_a_strict_policy(stand_in: StandIn, path: str
 
 
 @pytest.mark.parametrize("name", ["page.py", "..%2Fpage.py", "%2e%2e/page.py", "nothing.js", "", "."])
-def test_nothing_else_is_served(stand_in: StandIn, name: str) -> None:
-    assert send(stand_in.app, "GET", f"/page/{name}").status_code == 404
+def test_nothing_else_is_served(name: str) -> None:
+    assert gateway()("GET", f"/page/{name}").status_code == 404
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
@@ -59,29 +43,30 @@ def test_the_page_asks_nobody_but_its_gateway(path: Path) -> None:
     assert "http://" not in text and "https://" not in text and "innerHTML" not in text
 
 
-def picture() -> bytes:
-    file = BytesIO()
-    PIL.Image.new("RGB", (40, 20)).save(file, "PNG")
+def encoded(width: int, height: int, form: str = "JPEG", orientation: int = 1) -> bytes:
+    file, exif = BytesIO(), PIL.Image.Exif()
+    exif[0x0112] = orientation
+    PIL.Image.new("RGB", (width, height)).save(file, form, exif=exif)
     return file.getvalue()
 
 
-def test_tiles_are_asked_of_the_server(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_tiles_are_asked_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, door, picture = [], gateway(), encoded(40, 20)
 
-    async def plan(self: Client, image: bytes, *, tile_policy: Any) -> tuple[PicturePlan, ...]:
+    async def plan(image: bytes, *, tile_policy: Any) -> tuple[PicturePlan, ...]:
         asked.append((image, tile_policy))
         return (TWO_TILES,)
 
-    monkeypatch.setattr(Client, "plan", plan)
-    answer = send(stand_in.app, "POST", "/tessera/tiles", content=picture())
+    monkeypatch.setattr(door.app.state.client, "plan", plan)
+    answer = door("POST", "/tessera/tiles", content=picture)
     views = [{"width": 896, "height": 448, "rows": 1, "columns": 2}]
     cut = {"tokens": 512, "unit": "tiles", "policies": ["reference", "two-tile"], "views": views}
     assert answer.json() == {"width": 40, "height": 20, **cut}
     for policy in ("native", '{"max_tiles": 2}'):
-        send(stand_in.app, "POST", "/tessera/tiles", content=picture(), params={"tile_policy": policy})
-    assert asked == [(picture(), None), (picture(), "native"), (picture(), {"max_tiles": 2})]
+        door("POST", "/tessera/tiles", content=picture, params={"tile_policy": policy})
+    assert asked == [(picture, None), (picture, "native"), (picture, {"max_tiles": 2})]
 
-    answer = send(stand_in.app, "POST", "/tessera/tiles", content=picture(), params={"tile_policy": "{max"})
+    answer = door("POST", "/tessera/tiles", content=picture, params={"tile_policy": "{max"})
     assert answer.status_code == 400 and "not valid JSON" in answer.json()["error"]["message"]
 
 
@@ -103,3 +88,24 @@ def test_what_a_metrics_page_lacks_is_not_zero() -> None:
     )
     assert empty["kv_blocks"] == {"used": None, "total": None}
     assert empty["queue"] == {} and empty["device_busy"] is empty["first_token_seconds"] is None
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+def test_the_size_is_that_of_the_upright_picture(form: str, orientation: int) -> None:
+    assert upright_size(encoded(30, 20, form, orientation)) == ((20, 30) if orientation >= 5 else (30, 20))
+
+
+def test_damaged_metadata_turns_nothing() -> None:
+    assert upright_size(encoded(30, 20, orientation=6).replace(b"MM\0*", b"MM\0?")) == (30, 20)
+
+
+def test_no_pixel_is_decoded() -> None:
+    without_pixels = encoded(30, 20, "PNG").partition(b"IDAT")[0] + b"IDAT"
+    assert upright_size(without_pixels) == (30, 20)
+
+
+@pytest.mark.parametrize("data", [b"", b"no picture", encoded(30, 20)[:20]])
+def test_what_has_no_size_is_refused(data: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="size cannot be read"):
+        upright_size(data)
