@@ -20,7 +20,7 @@ from tessera_gateway import cli, connections
 from tessera_gateway.settings import Settings
 
 GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
-POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY = json.dumps(ASKED).encode()
 SIZED = POST + b"Content-Length: %d\r\n\r\n" % len(BODY)
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
