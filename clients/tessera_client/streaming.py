@@ -75,7 +75,7 @@ class BaseStream(ABC):
     def __del__(self) -> None:
         if getattr(self, "_sent", None):  # none where the arguments were refused
             self._stop_listening()
-            self._trace_failure(Cancelled("nobody holds the stream"))
+            self._end_trace(Cancelled("nobody holds the stream"))
 
     @abstractmethod
     def _open_inbox(self) -> Inbox: ...
@@ -98,7 +98,7 @@ class BaseStream(ABC):
         try:
             return await self._next_delta()
         except BaseException as error:
-            self._trace_failure(error)
+            self._end_trace(error)
             raise
 
     async def _next_delta(self) -> Delta | None:
@@ -140,8 +140,7 @@ class BaseStream(ABC):
             )
         self._add(item)
         if self._complete:
-            if self._trace is not None:
-                self._trace.answered(item, self._request_id, self._attempts)
+            self._end_trace(item)
             with contextlib.suppress(TesseraClientError):
                 while isinstance(await self._next(self._inbox), Delta):  # the end, so that the connection is left tidy
                     pass
@@ -181,7 +180,7 @@ class BaseStream(ABC):
             return
         self._closed = True
         if not self._complete:
-            self._trace_failure(Cancelled("the stream was closed"))
+            self._end_trace(Cancelled("the stream was closed"))
             await self._abandon(tell_server=True)
             if self._inbox is not None:
                 self._inbox.put(Cancelled("the stream was closed"))
@@ -199,9 +198,9 @@ class BaseStream(ABC):
             sent.stop()
         return sent
 
-    def _trace_failure(self, error: BaseException) -> None:
+    def _end_trace(self, outcome: Delta | BaseException) -> None:
         if self._trace is not None:
-            self._trace.failed(error, self._request_id, self._attempts)
+            self._trace.end(outcome, self._request_id, self._attempts)
 
     def _answer(self) -> Answer:
         assert self._last is not None

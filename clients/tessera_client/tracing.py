@@ -67,30 +67,26 @@ class Trace:
 
         return note
 
-    def answered(self, last: Delta, request_id: str, attempts: int) -> None:
-        """Ends the span, unless it has ended, at the arrival of the last delta, with the stages under it."""
+    def end(self, outcome: Delta | BaseException, request_id: str, attempts: int) -> None:
+        """Ends the span, unless it has ended: by the last delta, at its arrival and with the stages under it, or by
+        what was raised instead; what is no error of ours is a cancellation."""
         if not self._span.is_recording():
             return
         self._span.set_attribute("gen_ai.response.id", request_id)
-        self._span.set_attribute("gen_ai.response.finish_reasons", [last.finish_reason])
         self._span.set_attribute("tessera.attempts", attempts)
-        if last.usage is not None:
-            self._span.set_attribute("gen_ai.usage.input_tokens", last.usage.prompt_tokens)
-            self._span.set_attribute("gen_ai.usage.output_tokens", last.usage.completion_tokens)
-            self._span.set_attribute("tessera.usage.image_tokens", last.usage.image_tokens)
-        if last.finish_reason not in FINISHED:
-            self._say_failed(last.finish_reason)
-        self._add_stages(last)
+        if isinstance(outcome, BaseException):
+            self._say_failed(type(outcome).__name__ if isinstance(outcome, TesseraClientError) else "Cancelled")
+            self._span.end()
+            return
+        self._span.set_attribute("gen_ai.response.finish_reasons", [outcome.finish_reason])
+        if outcome.usage is not None:
+            self._span.set_attribute("gen_ai.usage.input_tokens", outcome.usage.prompt_tokens)
+            self._span.set_attribute("gen_ai.usage.output_tokens", outcome.usage.completion_tokens)
+            self._span.set_attribute("tessera.usage.image_tokens", outcome.usage.image_tokens)
+        if outcome.finish_reason not in FINISHED:
+            self._say_failed(outcome.finish_reason)
+        self._add_stages(outcome)
         self._span.end(self._arrived)
-
-    def failed(self, error: BaseException, request_id: str, attempts: int) -> None:
-        """Ends the span, unless it has ended, without a whole answer; what is no error of ours is a cancellation."""
-        if not self._span.is_recording():
-            return
-        self._span.set_attribute("gen_ai.response.id", request_id)
-        self._span.set_attribute("tessera.attempts", attempts)
-        self._say_failed(type(error).__name__ if isinstance(error, TesseraClientError) else "Cancelled")
-        self._span.end()
 
     def _say_failed(self, kind: str) -> None:
         self._span.set_attribute("error.type", kind)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import json
 import queue
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
@@ -53,12 +54,10 @@ class Server(Service):
         self.metadata: list[Any] = []
         self.parameters: dict[str, Any] = {}
         self.asked: tuple[list[str], dict[str, bytes]] = ([], {})
-        self._server: Any = None
-        self.address = ""
         self.start(0)
 
     def start(self, port: int) -> None:
-        self._server = grpc.server(concurrent.futures.ThreadPoolExecutor(8))
+        self._server: Any = grpc.server(ThreadPoolExecutor(8))
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
         port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         self.address = f"127.0.0.1:{port}"
@@ -72,68 +71,49 @@ class Server(Service):
         self.open_calls += 1
         self.metadata.append(context.invocation_metadata())
         out: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        workers = []
+        context.add_callback(lambda: out.put(None))  # cancelled, or over
 
         def read() -> None:
-            try:
+            with suppress(Exception), ThreadPoolExecutor(64) as workers:
                 for request in requests:
-                    worker = threading.Thread(target=self.work, args=(request, out.put))
-                    worker.start()
-                    workers.append(worker)
-            except Exception:
-                pass
-            for worker in workers:
-                worker.join()
+                    workers.submit(self.work, request, out.put)
             out.put(None)
 
-        context.add_callback(lambda: out.put(None))  # cancelled, or over
         threading.Thread(target=read).start()
         try:
-            while (response := out.get()) is not None:
-                yield response
+            yield from iter(out.get, None)
         finally:  # grpc goes on with no generator of a call that was cancelled while it sent
             self.open_calls -= 1
 
     def work(self, request: Any, put: Any) -> None:
         inputs = {i.name: raw for i, raw in zip(request.inputs, request.raw_input_contents, strict=True)}
-        if "CANCEL" in inputs:
-            assert request.model_name == "language_model"
-            name = inputs["CANCEL"][4:].decode()
-            if self.stops:
-                put(self.failure(request, "UNAVAILABLE: Server is stopping"))
-                return
-            self.leases.pop(name, lambda: self.cancelled.append(name))()
-            put(self.response(request, {}, last=True))
-            return
-        if "LEASE" in inputs:
-            assert request.model_name == "language_model"
-            self.leases[inputs["LEASE"][4:].decode()] = partial(put, self.response(request, {}, last=True))
-            return
-        self.parameters = dict(request.parameters)
-        words = inputs["text_input"][4:].decode().split()
-        if request.model_name == "preprocess":
-            put(self.plan(request, inputs))
-            return
-        for i, word in enumerate(words):
-            if word.isdigit():
-                time.sleep(int(word) / 1000)
-            reason = "stop" if i == len(words) - 1 else ""
-            put(self.response(request, {"text_output": word, "finish_reason": reason}, last=False))
-        put(self.response(request, {}, last=True))
-
-    def plan(self, request: Any, inputs: dict[str, bytes]) -> Any:
-        """PLAN for every picture; no other output."""
-        self.asked = ([output.name for output in request.outputs], inputs)
-        message = self.response(request, {}, last=True)
-        if inputs["image"][4:] == b"not one":
-            message.error_message = "image 0: not a picture"
-        message.infer_response.outputs.add(name="CUT", datatype="BYTES", shape=[1])
-        message.infer_response.raw_output_contents.append(element(json.dumps([asdict(PLAN)])))
-        return message
+        control, end = inputs.keys() & {"CANCEL", "LEASE"}, self.response(request, {}, last=True)
+        assert request.model_name == "language_model" or not control
+        if "CANCEL" in inputs and self.stops:
+            put(self.failure(request, "UNAVAILABLE: Server is stopping"))
+        elif control:
+            (name,) = (inputs[each][4:].decode() for each in control)
+            if "LEASE" in inputs:
+                self.leases[name] = partial(put, end)
+            else:
+                self.leases.pop(name, lambda: self.cancelled.append(name))()
+                put(end)
+        elif request.model_name == "preprocess" and inputs["image"][4:] == b"not one":
+            put(self.failure(request, "image 0: not a picture"))
+        elif request.model_name == "preprocess":
+            self.asked = ([output.name for output in request.outputs], inputs)
+            put(self.response(request, {"CUT": json.dumps([asdict(PLAN)])}, last=True))
+        else:
+            self.parameters = dict(request.parameters)
+            words = inputs["text_input"][4:].decode().split()
+            for word, reason in zip(words, [""] * (len(words) - 1) + ["stop"], strict=True):
+                time.sleep(int(word) / 1000 if word.isdigit() else 0)
+                put(self.response(request, {"text_output": word, "finish_reason": reason}, last=False))
+            put(end)
 
     def failure(self, request: Any, words: str) -> Any:
-        message = pb.ModelStreamInferResponse(error_message=words)
-        message.infer_response.id = request.id
+        message = self.response(request, {}, last=False)
+        message.error_message = words
         return message
 
     def response(self, request: Any, outputs: dict[str, str], last: bool) -> Any:
@@ -170,12 +150,7 @@ def test_a_plan_is_asked_of_preprocess_alone(server: Server) -> None:
         assert json.loads(inputs["sampling_parameters"][4:]) == {"max_tokens": 1, "tile_policy": {"max_tiles": 6}}
         with pytest.raises(InvalidRequest, match="not a picture"):
             client.plan(b"not one")
-
-    async def twin() -> Any:
-        async with AsyncClient(server.address) as client:
-            return await client.plan(b"jpeg", tile_policy="native")
-
-    assert asyncio.run(twin()) == (PLAN,)
+    assert asyncio.run(AsyncClient(server.address).plan(b"jpeg", tile_policy="native")) == (PLAN,)
 
 
 def test_a_restarted_server_is_found_again(server: Server) -> None:

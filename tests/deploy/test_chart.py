@@ -23,6 +23,8 @@ from tessera_gateway import page, service, tracing
 from tessera_wire.tensors import addresses
 
 pytestmark = pytest.mark.clients
+helm = pytest.importorskip("helm_python", reason="Helm's library is not installed here (requirements-clients.txt)")
+schemas = pytest.importorskip("kubernetes_validate")
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "kubernetes"
@@ -49,7 +51,6 @@ Objects = dict[tuple[str, str], dict[str, Any]]
 
 def rendered(values: dict[str, Any]) -> Objects:
     """(kind, part) -> object."""
-    helm = pytest.importorskip("helm_python", reason="Helm's library is not installed here (requirements-clients.txt)")
     with helm.Chart.load(CHART) as chart:
         texts = chart.render(values, name="vlm", namespace="rooms").values()
     found = [each for text in texts for each in yaml.safe_load_all(text) if each]
@@ -73,13 +74,11 @@ def container(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_helm_finds_nothing_wrong() -> None:
-    helm = pytest.importorskip("helm_python", reason="Helm's library is not installed here (requirements-clients.txt)")
     report = helm.lint(CHART, EVERYTHING, strict=True)
     assert report["errors"] == [] and [each for each in report["messages"] if each["severity"] > 1] == []
 
 
 def test_every_object_follows_the_schemas_of_the_api(objects: Objects) -> None:
-    schemas = pytest.importorskip("kubernetes_validate")
     ours = [each for (kind, _), each in objects.items() if kind not in FOREIGN]
     assert len(ours) == 8
     for each in ours:
@@ -93,7 +92,11 @@ def test_every_object_follows_the_schemas_of_the_api(objects: Objects) -> None:
 
 def test_what_is_off_is_not_there() -> None:
     assert not FOREIGN & {kind for kind, _ in rendered({})}
-    assert {("ScaledObject", "server"), ("ServiceMonitor", "server")} <= set(rendered(EVERYTHING))
+    everything = rendered(EVERYTHING)
+    assert {("ScaledObject", "server"), ("ServiceMonitor", "server")} <= set(everything)
+    # A gateway with keys is not scraped without one.
+    assert ("ServiceMonitor", "gateway") in rendered({"serviceMonitor": {"enabled": True}})
+    assert ("ServiceMonitor", "gateway") not in everything
     assert not [kind for kind, _ in rendered({"networkPolicy": {"enabled": False}}) if kind == "NetworkPolicy"]
 
 
@@ -158,6 +161,8 @@ def test_the_image_is_the_dockerfiles_and_its_user_too(objects: Objects) -> None
         assert mine["allowPrivilegeEscalation"] is False
         # With service links a variable TESSERA_..._PORT would be a setting that no stage knows.
         assert pod["spec"]["enableServiceLinks"] is False and pod["spec"]["automountServiceAccountToken"] is False
+    resources = container(pods(objects)["server"])["resources"]
+    assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] == 1
 
 
 def test_what_is_written_lies_in_a_volume(objects: Objects) -> None:
@@ -175,11 +180,6 @@ def test_what_is_written_lies_in_a_volume(objects: Objects) -> None:
     (cache,) = (each["mountPath"] for each in container(server)["volumeMounts"] if each["name"] == "cache")
     kept = re.findall(r"(?:XDG_CACHE_HOME|TESSERA_CACHE|TRITON_CACHE_DIR)=(\S+)", DOCKERFILE)
     assert len(kept) == 3 and all(Path(folder).is_relative_to(cache) for folder in kept)
-
-
-def test_each_server_has_one_gpu(objects: Objects) -> None:
-    resources = container(pods(objects)["server"])["resources"]
-    assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] == 1
 
 
 def test_selectors_find_pods_and_ports_have_names_that_pods_know(objects: Objects) -> None:
@@ -225,11 +225,6 @@ def test_servers_are_added_by_metrics_that_they_have() -> None:
     (stages,) = re.findall(r'model=~"([^"]+)"', trigger["metadata"]["query"])
     assert set(stages.split("|")) < set(service.STAGES)
     assert scaled["spec"]["scaleTargetRef"]["name"] == rendered(EVERYTHING)["StatefulSet", "server"]["metadata"]["name"]
-
-
-def test_a_gateway_with_keys_is_not_scraped_without_one() -> None:
-    assert ("ServiceMonitor", "gateway") in rendered({"serviceMonitor": {"enabled": True}})
-    assert ("ServiceMonitor", "gateway") not in rendered(EVERYTHING)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tessera.launcher import cli
+from tessera.settings.gpu import DEFAULT_MODELS
+
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "docker-compose.yml"
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -87,8 +90,6 @@ def test_the_model_repository_is_part_of_the_read_only_image():
 
 def test_the_gpu_server_is_the_path_that_was_measured():
     """The launcher's own defaults on a GPU: every figure of docs/figures.md is theirs, none a plan's."""
-    from tessera.launcher import cli
-
     service = SERVICES["server-gpu"]
     options = cli.parse(service["command"])[0]
     assert options.settings == {"device": "cuda"} and not options.model_config_name and not options.extra_flags
@@ -101,8 +102,6 @@ def test_the_gpu_server_is_the_path_that_was_measured():
 
 
 def test_the_plan_is_built_first_and_where_the_server_looks_for_it():
-    from tessera.launcher import cli
-
     plan, server = SERVICES["plan"], SERVICES["server-tensorrt"]
     options = cli.parse(server["command"])[0]
     assert options.model_config_name == "tensorrt" and options.extra_flags == ("--cache-config=local,size=1073741824",)
@@ -131,9 +130,6 @@ def test_what_the_dockerfile_copies_exists_and_is_let_through():
 
 
 def test_the_server_command_is_one_the_launcher_understands(monkeypatch):
-    from tessera.launcher import cli
-    from tessera.settings.gpu import DEFAULT_MODELS
-
     default = re.findall(r"^CMD (\[.+\])$", DOCKERFILE, re.MULTILINE)[0]
     own = list(map(defaulted, SERVICES["server"]["command"]))  # on a host with a GPU too it is the CPU's
     monkeypatch.setattr(Path, "is_dir", lambda self: True)  # of the image's folders none is here
