@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from tessera_client.messages import Delta, LabelScore, PicturePlan, PictureView, Request, ServedModel, Timings, Usage
 from tessera_wire.errors import ProtocolError
 from tessera_wire.tensors import Tensor, bytes_tensor, elements
+
+T = TypeVar("T")
 
 
 def request_tensors(request: Request) -> list[Tensor]:
@@ -74,29 +76,25 @@ def delta_from_raw(outputs: Iterable[tuple[str, bytes]]) -> Delta:
 
 def plans_from_raw(outputs: Iterable[tuple[str, bytes]]) -> tuple[PicturePlan, ...]:
     """The output CUT among (name, raw contents): a JSON array, an object a picture. Raises ProtocolError."""
-    try:
-        (text,) = elements(dict(outputs)["CUT"])
-        return tuple(
-            PicturePlan(
-                plan["tokens"],
-                plan["unit"],
-                tuple(plan["policies"]),
-                tuple(PictureView(**view) for view in plan["views"]),
-            )
-            for plan in json.loads(text)
-        )
-    except (KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
-        raise ProtocolError(f"preprocess did not say how it cuts pictures (CUT): {error!r:.99}") from None
+    return _told(outputs, "CUT", "how it cuts pictures", lambda plans: tuple(map(_plan, plans)))
 
 
 def served_from_raw(outputs: Iterable[tuple[str, bytes]]) -> ServedModel:
     """The output SERVED among (name, raw contents): a JSON object. Raises ProtocolError."""
+    return _told(outputs, "SERVED", "what is served", lambda it: ServedModel(it["checkpoint"], it["model_type"]))
+
+
+def _plan(told: dict[str, Any]) -> PicturePlan:
+    views = tuple(PictureView(**view) for view in told["views"])
+    return PicturePlan(told["tokens"], told["unit"], tuple(told["policies"]), views)
+
+
+def _told(outputs: Iterable[tuple[str, bytes]], name: str, what: str, read: Callable[[Any], T]) -> T:
     try:
-        (text,) = elements(dict(outputs)["SERVED"])
-        about = json.loads(text)
-        return ServedModel(about["checkpoint"], about["model_type"])
+        (text,) = elements(dict(outputs)[name])
+        return read(json.loads(text))
     except (KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
-        raise ProtocolError(f"preprocess did not say what is served (SERVED): {error!r:.99}") from None
+        raise ProtocolError(f"preprocess did not say {what} ({name}): {error!r:.99}") from None
 
 
 def delta_from_json(values: Mapping[str, Any]) -> Delta:

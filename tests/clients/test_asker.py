@@ -108,12 +108,15 @@ def test_a_server_that_comes_back_costs_no_answer(error: TesseraClientError) -> 
     assert server.times["q3"] == server.times["q11"] == 2
 
 
-def test_a_row_that_kills_servers_is_told_from_those_beside_it() -> None:
-    server = Falling(GONE, q5=99)
-    answers = ask(server, QUESTIONS)
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_row_that_kills_servers_is_told_from_those_beside_it(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "REST_SECONDS", 0.01)
+    servers = [Falling(GONE, q5=99) for _ in range(count)]
+    answers = ask(PooledTransport({f"host{number}:1": each for number, each in enumerate(servers)}), QUESTIONS)
     poison = answers[5]
     assert isinstance(poison, ServerError) and "a server went away each of 5 times" in poison.message
-    assert server.times["q5"] == SUSPECT + ALONE and server.beside[-ALONE:] == [0] * ALONE
+    assert sum(len(each.beside) for each in servers) == SUSPECT + ALONE
+    assert count > 1 or servers[0].beside[-ALONE:] == [0] * ALONE
     answers[5] = "answer to q5"
     assert answers == [f"answer to {question}" for question in QUESTIONS]
 
@@ -140,17 +143,6 @@ def test_patience_ends() -> None:
     assert isinstance(error, Away) and error.error is GONE
     busy = FakeTransport([[Unavailable("busy")], [final()]])
     assert isinstance(ask(busy, ["a"], patience=0)[0], Away)
-
-
-def test_a_row_that_kills_one_server_after_another_is_found_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "REST_SECONDS", 0.01)
-    servers = [Falling(GONE, q5=99) for _ in range(3)]
-    one_by_one = PooledTransport({f"host{number}:1": each for number, each in enumerate(servers)})
-    answers = ask(one_by_one, QUESTIONS)
-    assert isinstance(answers[5], ServerError) and "a server went away each of 5 times" in answers[5].message
-    assert sum(len(each.beside) for each in servers) == SUSPECT + ALONE
-    answers[5] = "answer to q5"
-    assert answers == [f"answer to {question}" for question in QUESTIONS]
 
 
 def test_servers_that_are_away_already_are_not_laid_to_a_rows_account(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from tessera.errors import CheckpointError, ConfigError, InvalidRequest
 from tessera.models.family import View
 from tessera.models.qwen2_vl.config import PixelRange
 from tessera.models.qwen2_vl.processor import smart_resize
-from tessera.preprocess.decode import Limits
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
 from tessera.prompt.sampling import SamplingParameters
 from tessera.tritonserver.preprocess import TritonPythonModel
@@ -163,7 +162,7 @@ def test_the_engine_passes_over_what_preprocess_reads() -> None:
 
 
 def test_limits_count_image_tokens(folder: Path, ours: Preprocessor) -> None:
-    limited = Preprocessor.from_checkpoint(folder, PreprocessSettings(limits=Limits(max_cost=1000)))
+    limited = Preprocessor.from_checkpoint(folder, PreprocessSettings(max_cost=1000))
     with pytest.raises(InvalidRequest, match="2 images make 1364 image tokens; the limit is 1000.*lower max_pixels"):
         limited(PreprocessRequest(text="?", images=[PAGE, PAGE]))
     with pytest.raises(InvalidRequest, match=r"4092 of them for 6 images.*or lower max_pixels"):

@@ -13,7 +13,7 @@ from PIL import Image
 
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.models.tile_policy import THUMBNAIL_RULES, TILE_POLICIES
-from tessera.preprocess.decode import Limits, decode
+from tessera.preprocess.decode import decode
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
 
 CHECKPOINT = Path(__file__).parents[2] / "build" / "default_model" / "checkpoint"
@@ -120,13 +120,11 @@ def test_a_picture_in_low_detail_is_one_tile_whatever_the_policy(preprocessor: P
 
 
 def test_limits_say_both_numbers(preprocessor: Preprocessor) -> None:
-    small = Preprocessor.from_checkpoint(
-        CHECKPOINT, PreprocessSettings(limits=Limits(max_cost=20, max_request_bytes=len(JPEG) + 100))
-    )
+    small = Preprocessor.from_checkpoint(CHECKPOINT, PreprocessSettings(max_cost=20, max_request_bytes=len(JPEG) + 100))
     with pytest.raises(InvalidRequest, match="9 images; the limit is 8"):
         ask(preprocessor, *[JPEG] * 9)
     with pytest.raises(InvalidRequest, match=r"3 images make 21 tiles; the limit is 20.*tile_policy"):
-        ask(Preprocessor.from_checkpoint(CHECKPOINT, PreprocessSettings(limits=Limits(max_cost=20))), *[JPEG] * 3)
+        ask(Preprocessor.from_checkpoint(CHECKPOINT, PreprocessSettings(max_cost=20)), *[JPEG] * 3)
     with pytest.raises(InvalidRequest, match="bytes; the limit is"):
         ask(small, JPEG, JPEG)
     with pytest.raises(InvalidRequest, match="max_tiles 21 is above .* 20"):

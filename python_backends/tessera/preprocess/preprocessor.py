@@ -96,8 +96,8 @@ class Preprocessor:
     ) -> None:
         self.family = family
         self.prompts = prompts
-        self.limits = settings.limits
-        self.max_cost = settings.limits.max_cost or family.max_cost
+        self.limits = settings
+        self.max_cost = settings.max_cost or family.max_cost
         self.gpu_pixels = settings.gpu_pixels
         try:
             self.policy = family.policy({"tile_policy": settings.tile_policy})

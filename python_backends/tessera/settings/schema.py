@@ -9,7 +9,7 @@ is ``TESSERA_<NAME>`` and ``name``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 from tessera.errors import ConfigError
@@ -104,11 +104,8 @@ def setting(default: Any, choices: Iterable[str] | Mapping[str, Any] = (), **abo
 
 
 def settings_of(kind: type) -> Iterator[Setting]:
-    """All that may be set in a dataclass, those within its fields included."""
-    for each in fields(kind):
-        if is_dataclass(each.default_factory):
-            yield from settings_of(each.default_factory)
-    yield from (entry for _, entry in _own(kind) if entry.settable)
+    """All that may be set in a dataclass."""
+    return (entry for _, entry in _own(kind) if entry.settable)
 
 
 def check(instance: Any, title: str) -> None:
@@ -132,9 +129,6 @@ def read(
         report: is told each setting as it is in force.
     """
     values: dict[str, Any] = {}
-    for each in fields(kind):  # type: ignore[arg-type]
-        if is_dataclass(each.default_factory):
-            values[each.name] = read(each.default_factory, sources, device, division, report)
     for name, entry in _own(kind):
         full = entry.name if entry.common else f"{sources.stage}.{entry.name}"
         found = sources.find(entry) if entry.settable else None

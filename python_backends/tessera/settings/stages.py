@@ -4,7 +4,7 @@ how the vision stage runs. And what is none of theirs."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tessera.errors import ConfigError
@@ -91,7 +91,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class PreprocessSettings:
+class PreprocessSettings(Limits):
     """A deployment's settings. None means the checkpoint's own: how pictures are cut, context in tokens, system text.
 
     ``tile_policy``: how finely pictures are cut where a request does not say (docs/tile_policies.md; for models of
@@ -100,15 +100,11 @@ class PreprocessSettings:
     them on its GPU; 0 leaves it none.
     """
 
-    limits: Limits = field(default_factory=Limits)
     resize: str = setting("reference", choices=("reference", "fast"))
     tile_policy: Any = setting(None, kind=str)
     context_length: int | None = setting(None, name="max_model_len", common=True, kind=int, least=2)
     system: str | None = None
     gpu_pixels: int = setting(0, common=True, least=0)
-
-    def __post_init__(self) -> None:
-        check(self, "preprocess")
 
 
 @dataclass(frozen=True)
