@@ -15,7 +15,6 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import pypdfium2
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -40,18 +39,6 @@ class Source:
 
     path: Path
     folder: Path
-
-
-class Document(Protocol):
-    """An open file."""
-
-    pages: int
-
-    def render(self, page: int, dpi: int) -> Image.Image:
-        """A page (from 0) as RGB. A picture keeps its own size."""
-        ...
-
-    def close(self) -> None: ...
 
 
 def find(paths: Sequence[Path], out: Path) -> list[Source]:
@@ -89,11 +76,57 @@ def _below(folder: Path, out: Path) -> Iterator[Path]:
                 yield Path(where, name)
 
 
+class Pdf:
+    """An open file. Like :class:`Picture` it has its ``pages``' number, and renders one of them (from 0) as RGB."""
+
+    def __init__(self, path: Path, password: str | None) -> None:
+        self._pdf = pypdfium2.PdfDocument(path, password=password)
+        self._pdf.init_forms()  # so that what was filled in is drawn
+        self.pages = len(self._pdf)
+
+    def render(self, page: int, dpi: int) -> Image.Image:
+        sheet = self._pdf[page]
+        try:
+            scale = min(dpi / POINTS_PER_INCH, LONGEST_SIDE / max(sheet.get_size()))
+            return sheet.render(scale=scale, rev_byteorder=True).to_pil()
+        finally:
+            sheet.close()
+
+    def close(self) -> None:
+        self._pdf.close()
+
+
+class Picture:
+    """As :class:`Pdf`; each page keeps its own size, whatever the resolution."""
+
+    def __init__(self, path: Path) -> None:
+        self._image = Image.open(path)
+        # The frames of a TIFF are the pages of a scan or a fax.
+        self.pages = getattr(self._image, "n_frames", 1) if self._image.format == "TIFF" else 1
+
+    def render(self, page: int, dpi: int) -> Image.Image:
+        if page:
+            self._image.seek(page)
+        upright = ImageOps.exif_transpose(self._image)
+        if upright.mode.startswith("I"):  # 16 bits, which `convert` would clip to white
+            return upright.convert("I").point(lambda level: level * (1 / 256)).convert("RGB")
+        if not upright.has_transparency_data:
+            return upright.convert("RGB")
+        white = Image.new("RGBA", upright.size, "white")  # not black, which is what dropping the alpha would leave
+        return Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
+
+    def close(self) -> None:
+        self._image.close()
+
+
+Document = Pdf | Picture
+
+
 def open_document(path: Path, password: str | None = None) -> Document:
     """Opens a file for what its first bytes say it is; ``password``: of PDFs that want one. Raises BadDocument."""
     try:
         with open_checked(path, _check_regular) as file:
-            return _Pdf(path, password) if b"%PDF-" in file.read(1024) else _Picture(path)
+            return Pdf(path, password) if b"%PDF-" in file.read(1024) else Picture(path)
     except BadDocument:
         raise
     except pypdfium2.PdfiumError as error:
@@ -126,45 +159,6 @@ def _check_regular(about: os.stat_result) -> None:
 def _is_encrypted(path: Path) -> bool:
     with open_checked(path, _check_regular) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return data.find(b"/Encrypt") >= 0
-
-
-class _Pdf:
-    def __init__(self, path: Path, password: str | None) -> None:
-        self._pdf = pypdfium2.PdfDocument(path, password=password)
-        self._pdf.init_forms()  # so that what was filled in is drawn
-        self.pages = len(self._pdf)
-
-    def render(self, page: int, dpi: int) -> Image.Image:
-        sheet = self._pdf[page]
-        try:
-            scale = min(dpi / POINTS_PER_INCH, LONGEST_SIDE / max(sheet.get_size()))
-            return sheet.render(scale=scale, rev_byteorder=True).to_pil()
-        finally:
-            sheet.close()
-
-    def close(self) -> None:
-        self._pdf.close()
-
-
-class _Picture:
-    def __init__(self, path: Path) -> None:
-        self._image = Image.open(path)
-        # The frames of a TIFF are the pages of a scan or a fax.
-        self.pages = getattr(self._image, "n_frames", 1) if self._image.format == "TIFF" else 1
-
-    def render(self, page: int, dpi: int) -> Image.Image:
-        if page:
-            self._image.seek(page)
-        upright = ImageOps.exif_transpose(self._image)
-        if upright.mode.startswith("I"):  # 16 bits, which `convert` would clip to white
-            return upright.convert("I").point(lambda level: level * (1 / 256)).convert("RGB")
-        if not upright.has_transparency_data:
-            return upright.convert("RGB")
-        white = Image.new("RGBA", upright.size, "white")  # not black, which is what dropping the alpha would leave
-        return Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
-
-    def close(self) -> None:
-        self._image.close()
 
 
 RANGE = re.compile(r"\s*(\d+)\s*(?:(-)\s*(\d*)\s*)?")

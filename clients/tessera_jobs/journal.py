@@ -109,10 +109,13 @@ class Journal(Locked):
         os.pwrite(self._file, b"%016x" % stat, place + at + len(STAT))
 
     def _line_at(self, place: int) -> bytes:
-        self._check()
-        with open(self.path, "rb") as file:
-            file.seek(place)
-            return file.readline()
+        size = 4096
+        while b"\n" not in (data := os.pread(self._file, size, place)):
+            if len(data) < size:
+                self._check()
+                raise OSError(f"{self.path} has no whole line at byte {place}")
+            size *= 2
+        return data[: data.index(b"\n")]
 
     def _check(self) -> int:
         """The file's size. Raises OSError where it was removed, replaced or cut meanwhile. In any thread."""
