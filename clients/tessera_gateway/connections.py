@@ -97,10 +97,8 @@ class ConnectionLimits:
         self._held += size
         self.counters.add("body_bytes_held", size)
         while size > 0 and self._held > self._settings.bodies_bytes and body.arriving:
-            largest = max(
-                (each for line in self._connections for each in line.bodies if each.arriving),
-                key=lambda each: each.held,
-            )
+            arriving = (each for line in self._connections for each in line.bodies if each.arriving)
+            largest = max(arriving, key=lambda each: each.held)
             words = "the gateway holds as many bytes of requests as it can (--max-bodies-mib)"
             largest.connection.refuse(ApiError(503, words, code="overloaded", headers=RETRY_AFTER))
 

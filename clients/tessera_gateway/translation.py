@@ -57,14 +57,12 @@ def _int64(seed: int, more: int) -> int:
 def messages(request: ChatRequest, fetched: Mapping[str, bytes]) -> list[dict[str, Any]]:
     """The conversation as the SDK takes it; ``fetched`` has the bytes behind each http(s) URL."""
     turns: list[dict[str, Any]] = []
-    after_tool = False
-    for turn in request.messages:
+    for before, turn in zip([None, *request.messages], request.messages):
         said = _turn(turn, fetched)
-        if after_tool and turn.role == "tool":  # one turn, as templates have it
+        if before and before.role == turn.role == "tool":  # one turn, as templates have it
             turns[-1]["content"] += [{"type": "text", "text": "\n"}, *said["content"]]
         else:
             turns.append(said)
-        after_tool = turn.role == "tool"
     return instructed(turns, calling(request))
 
 

@@ -180,6 +180,7 @@ def test_several_answers() -> None:
     assert body["usage"]["total_tokens"] == 16
     seeds = [json.loads(request.sampling)["seed"] for request, *_ in door.fake.requests]
     assert seeds == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert len({name for _, name, _ in door.fake.requests}) == 3
     for request, *_ in door.fake.requests:
         assert SamplingParameters.parse(request.sampling).temperature == 1
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from clients.fake_transport import final
-from gateway_doubles import HELLO, gateway, listening
+from gateway_doubles import gateway, listening
 
 from tessera_gateway import cli, service
 from tessera_wire import __version__
@@ -25,16 +25,6 @@ def test_every_answer_has_an_id(given: str, kept: bool) -> None:
         assert (name == given) is kept and (kept or name.startswith("req_"))
     ids = {door.ask().headers["x-request-id"] for _ in range(2)}
     assert len(ids) == 2
-
-
-@pytest.mark.parametrize("options", [{}, {"stream": True}, {"n": 2}])
-def test_the_servers_know_a_request_by_the_same_id(options: dict[str, Any]) -> None:
-    door = gateway(*[[final("a")]] * 2)
-    asked = {"model": "vlm", "messages": HELLO, **options}
-    assert door("POST", "/v1/chat/completions", json=asked, headers={"X-Request-Id": "mine"}).status_code == 200
-    ids = [each[1] for each in door.fake.requests]
-    assert all(each.startswith("mine-") for each in ids) and len(set(ids)) == options.get("n", 1)
-    assert door.ask().headers["x-request-id"] in door.fake.requests[-1][1]
 
 
 def test_a_fault_of_the_gateway_is_in_the_log_by_its_id(

@@ -71,7 +71,6 @@ class StandIn:
         self.key = ""
         self.refusal: JSONResponse | None = None
         self.go_on = threading.Event()
-        self.url = ""
         self.app = FastAPI()
         self.app.include_router(page.router)
         self.app.state.client, self.app.state.settings, self.app.state.counters = Client(), Settings(), Counters()
