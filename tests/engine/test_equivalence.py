@@ -70,7 +70,7 @@ def test_logprobs_are_the_model_s():
         assert entry["top"][0]["logprob"] == pytest.approx(entry["logprob"])
         assert entry["top"][0]["logprob"] >= entry["top"][1]["logprob"]
     # The probability of a sampled continuation does not depend on how its prompt was cut up.
-    other = tiny_engine(MODEL, max_batched_tokens=2, max_sequences=1, attention="torch")
+    other = tiny_engine(MODEL, max_batched_tokens=2, max_sequences=1, attention="sdpa")
     other.submit(make_request([5, 6, 7], max_tokens=3, logprobs=2, ignore_eos=True))
     again = [entry["logprob"] for event in run(other) for entry in event.logprobs or []]
     assert again == pytest.approx([entry["logprob"] for entry in entries], abs=1e-4)

@@ -133,7 +133,7 @@ def test_a_grammar_that_is_slow_to_begin_is_slow_from_there(monkeypatch):
 
 
 class Lane:
-    """A lane before an engine without one, whose grammars are compiled when the test says so."""
+    """A lane before constraints of its own, whose grammars are compiled when the test says so."""
 
     def __init__(self, monkeypatch):
         self.compiled, self.go_on, self.said = [], threading.Semaphore(0), queue.SimpleQueue()
@@ -148,7 +148,7 @@ class Lane:
         )
         self.names = {}
 
-    def has_grammar(self, sampling):
+    def has(self, sampling):
         return sampling.regex in self._known
 
     def compile(self, sampling, size):

@@ -62,28 +62,6 @@ def plain_engine():
     return engine, runner
 
 
-def test_requests_from_many_threads_each_end_once(parts):
-    running, _ = parts
-    sequences, lock = [], threading.Lock()
-
-    def client(number):
-        for turn in range(5):
-            sequence = running.submit(make_request([number, turn], max_tokens=4, ignore_eos=True))
-            with lock:
-                sequences.append(sequence)
-            if turn % 2:
-                running.engine.cancel(sequence.request.number)
-                running.loop.wake()
-
-    clients = [threading.Thread(target=client, args=(n,)) for n in range(8)]
-    for thread in clients:
-        thread.start()
-    for thread in clients:
-        thread.join()
-    assert set(running.wait(*sequences)) <= {"length", "cancelled"}
-    assert running.ended.keys() == {sequence.request.number for sequence in sequences}
-
-
 def test_a_failing_step_ends_its_requests_and_the_next_ones_work(parts, caplog):
     running, runner = parts
     works = runner.run

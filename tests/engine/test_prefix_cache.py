@@ -71,15 +71,6 @@ def test_failed_step_makes_everything_written_unfindable():
     assert serve(engine, picture_prompt(7, "b")) == [0]
 
 
-def test_answers_are_reused_in_the_next_turn():
-    engine, _ = make_engine()
-    first = make_request(list(range(10)), "a", max_tokens=4, ignore_eos=True)
-    engine.submit(first)
-    answer = tokens_of(run(engine), "a")
-    turn = make_request([*range(10), *answer, 5, 6], "b", max_tokens=4, ignore_eos=True)
-    assert serve(engine, turn) == [12]
-
-
 def test_shared_within_one_step():
     engine, runner = make_engine()
     for name in ("a", "b"):

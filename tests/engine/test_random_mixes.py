@@ -64,7 +64,7 @@ def test_every_request_is_answered_as_alone(seed):
             engine.cancel(dice.choice(made).number)  # one that runs or waits, or is not there
         events += engine.step()
         engine.scheduler.check()
-    plain = tiny_engine(MODEL, prefix_cache="off", attention="torch", kv_cache_dtype=stored)._runner
+    plain = tiny_engine(MODEL, prefix_cache="off", attention="sdpa", kv_cache_dtype=stored)._runner
     for request in made:
         name = request.request_id
         said, reason = tokens_of(events, name), ends(events)[name]

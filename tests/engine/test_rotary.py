@@ -23,23 +23,6 @@ def rotary(scaling=None, head_dim=8, theta=100.0, trained=16, sections=None, int
     return Rotary(config, torch.device("cpu"))
 
 
-def angles(module, positions, lengths=None):
-    positions = torch.tensor(positions)
-    positions = positions[None] if positions.ndim == 1 else positions
-    lengths = torch.ones(positions.shape[1], dtype=torch.long) if lengths is None else torch.tensor(lengths)
-    cos, sin = module.angles(positions, lengths)
-    return torch.atan2(sin, cos)
-
-
-def test_sections_follow_their_axis():
-    module = rotary(None, sections=(1, 2, 1))
-    found = angles(module, [[1, 0], [2, 0], [3, 1]])
-    frequency = [100.0 ** (-2 * i / 8) for i in range(4)]
-    expected = [[1 * frequency[0], 2 * frequency[1], 2 * frequency[2], 3 * frequency[3]], [0, 0, 0, frequency[3]]]
-    torch.testing.assert_close(found, torch.tensor(expected))
-    torch.testing.assert_close(angles(module, [2]), angles(rotary(), [2]))
-
-
 @pytest.mark.parametrize("sections", [(24, 20, 20), (32, 16, 16), (22, 21, 21), (30, 30, 4)])
 def test_interleaved_sections_are_those_of_transformers(sections):
     rope = {"rope_type": "default", "rope_theta": 5e5, "mrope_section": list(sections), "mrope_interleaved": True}

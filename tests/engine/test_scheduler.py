@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from engine_fakes import (
     contents_of,
@@ -16,10 +14,6 @@ from engine_fakes import (
 )
 
 from tessera.engine.scheduling import policies
-from tessera.engine.scheduling.block_manager import BlockManager
-from tessera.engine.scheduling.policies import Load
-from tessera.engine.scheduling.scheduler import Scheduler
-from tessera.engine.sequence import Sequence
 
 
 def spans_of(runner, step):
@@ -78,42 +72,6 @@ def test_those_that_wait_go_by_priority_then_by_arrival():
     assert begun(runner) == ["running", "c", "e", "a", "d", "b", "f"]
 
 
-def a_question_waits(*others, **settings):
-    """An engine that has read the prompt of twenty 7s and now answers another, and the names of those that wait,
-    which came in this order: (name, prompt, ms after the first, priority)."""
-    engine, _ = make_engine(num_blocks=400, **({"max_sequences": 1} | settings))
-    engine.submit(make_request([7] * 20, "known", max_tokens=1))
-    run(engine)
-    engine.submit(make_request([1], "running", max_tokens=9, ignore_eos=True, priority=-9))
-    engine.step()
-    for name, prompt, ms, priority in others:
-        request = make_request(prompt, name, max_tokens=1, priority=priority)
-        engine.submit(replace(request, arrival_ns=10**12 + 1_000_000 * ms))
-        engine.step()
-    return engine, [sequence.request.request_id for sequence in engine.scheduler.waiting]
-
-
-LONGEST_PASSED_MS = policies.MOST_PASSED_NS // 1_000_000
-
-
-def test_a_follow_up_passes_what_came_shortly_before_and_is_to_be_read():
-    follow, other = [7] * 20 + [8, 9], [7] * 8 + [8] * 12  # of which 20 of 22 are cached, and 8 of 20
-    unread = ("other", other, 0, 0), ("new", [5] * 20, 1, 0)
-    assert a_question_waits(*unread, ("one", follow, 2, 0), ("two", follow, 3, 0))[1] == ["one", "two", "other", "new"]
-    # Nobody is passed for long.
-    late = LONGEST_PASSED_MS + 1
-    assert a_question_waits(*unread, ("one", follow, late, 0))[1] == ["other", "one", "new"]
-    assert a_question_waits(*unread, ("one", follow, late + 1, 0))[1] == ["other", "new", "one"]
-
-
-def test_a_follow_up_passes_no_better_priority_and_gives_way_to_none():
-    engine, waiting = a_question_waits(
-        ("question", [5] * 20, 0, -1), ("job", [6] * 20, 1, 1), ("follow-up", [7] * 20, 2, 0), ("other", [4] * 20, 3, 0)
-    )
-    assert waiting == ["question", "follow-up", "other", "job"]
-    assert engine.metrics.preemptions == 0
-
-
 @pytest.mark.parametrize("short_of", [{"max_sequences": 4}, {"num_blocks": 30}])
 def test_in_a_full_house_the_last_of_a_worse_priority_gives_way(short_of):
     engine, runner = make_engine(**({"num_blocks": 200, "prefix_cache": "off", "max_sequences": 8} | short_of))
@@ -159,47 +117,3 @@ def test_no_step_is_launched_behind_one_that_takes_long(too_much, behind_prompts
     assert [sum(end - start for _, start, end, _ in batch) for batch in runner.batches] == [512] * 4 + [1] * 3
     # How long the first step takes is not known yet when the second is planned; and a decode step is short.
     assert under_way == [0, 1] + [behind_prompts] * 3 + [1, 1]
-
-
-class Gathering:
-    """A scheduler that gathers bursts, and a clock; requests arrive at its times, in milliseconds."""
-
-    def __init__(self, monkeypatch, max_sequences=32):
-        self.now_ms = 0
-        monkeypatch.setattr(policies.time, "monotonic_ns", lambda: self.now_ms * 1_000_000)
-        self.scheduler = Scheduler(BlockManager(400, 4), Load(64, max_sequences))
-
-    def add(self, name, at_ms, tokens=10, **sampling):
-        self.now_ms = at_ms
-        request = make_request([1] * tokens, name, **({"max_tokens": 64} | sampling))
-        self.scheduler.add(Sequence(replace(request, arrival_ns=at_ms * 1_000_000)))
-
-    def started(self, at_ms):
-        """Who reads a prompt in the step planned then; whoever ran decodes."""
-        self.now_ms = at_ms
-        running = list(self.scheduler.running)
-        batch = self.scheduler.schedule()
-        self.scheduler.apply(batch, [(7, None) for _ in batch.sampling])
-        return [span.sequence.request.request_id for span in batch.spans if span.sequence not in running]
-
-
-def test_a_burst_is_read_in_one_step_while_others_run(monkeypatch):
-    gathering = Gathering(monkeypatch)
-    gathering.add("first", 0)
-    assert gathering.started(0) == ["first"]  # nothing runs that would use the time
-    for number in range(4):
-        gathering.add(f"{number}", 10 + 2 * number)
-        assert gathering.started(10 + 2 * number) == []
-    assert gathering.started(28) == []
-    assert gathering.started(29) == ["0", "1", "2", "3"]
-
-
-def test_nobody_waits_long_for_those_behind(monkeypatch):
-    gathering = Gathering(monkeypatch, max_sequences=64)
-    gathering.add("first", 0)
-    gathering.started(0)
-    for at_ms in range(10, 110, 2):
-        gathering.add(f"{at_ms}", at_ms, tokens=1)
-        assert gathering.started(at_ms) == []
-    gathering.add("110", 111, tokens=1)
-    assert len(gathering.started(111)) == 51

@@ -62,7 +62,7 @@ def answers(engine, made):
 @pytest.fixture(scope="module", params=["auto", "fp8"])
 def expected(request):
     """How the cache stores, and each request alone on the readable backend with such a one."""
-    settings = dict(attention="torch", prefix_cache="off", async_launch=False, kv_cache_dtype=request.param)
+    settings = dict(attention="sdpa", prefix_cache="off", async_launch=False, kv_cache_dtype=request.param)
     return request.param, [answers(make_engine(**settings), [each])[0] for each in requests()]
 
 
@@ -134,7 +134,7 @@ SAMPLED = {
 @pytest.mark.parametrize("asked", SAMPLED)
 def test_a_step_with_anything_but_greedy_choice_runs_its_layers_as_a_graph(asked, monkeypatch):
     sampling = dict(max_tokens=5, **SAMPLED[asked])
-    plain = answers(make_engine(attention="torch", async_launch=False), requests(2, **sampling))
+    plain = answers(make_engine(attention="sdpa", async_launch=False), requests(2, **sampling))
     ran = counted(monkeypatch)
     engine = make_engine(graphs=(1, 2, 4))
     assert answers(engine, requests(2, **sampling)) == plain
@@ -145,7 +145,7 @@ def test_same_tokens_after_preemption(prompt_steps):
     """And under penalties on tokens that the host does not know yet."""
     block = 2 * BLOCK * 2 * 16 * 4
     made = requests(max_tokens=9, **PENALIZED)
-    runner = make_engine(attention="torch", async_launch=False, prefix_cache="off")._runner
+    runner = make_engine(attention="sdpa", async_launch=False, prefix_cache="off")._runner
     expected = [plain_answer(runner, request) for request in made]
     engine = make_engine(graphs=(1, 2, 4), prompt_graphs=(16, 48, 128), kv_cache_bytes=16 * block, prefix_cache="off")
     assert answers(engine, made) == expected
@@ -182,7 +182,7 @@ BODIES = {
 @pytest.mark.parametrize("body", BODIES)
 def test_other_bodies_in_kernels_and_graphs(body):
     model = tiny_model(device=DEVICE, hidden_size=64, num_hidden_layers=2, **BODIES[body])
-    plain = dict(attention="torch", prefix_cache="off", async_launch=False, model=model)
+    plain = dict(attention="sdpa", prefix_cache="off", async_launch=False, model=model)
     expected = [answers(make_engine(**plain), [request])[0] for request in requests()]
     engine = make_engine(graphs=(1, 2, 4), prompt_graphs=(48, 128), model=model)
     assert answers(engine, requests()) == expected and engine.metrics.graph_steps > 0
@@ -212,7 +212,7 @@ def test_positions_of_three_axes_in_kernels_and_graphs():
     def engine(**settings):
         return make_engine(model=MROPE, **settings)
 
-    plain = [answers(engine(attention="torch", prefix_cache="off", async_launch=False), [each])[0] for each in made()]
+    plain = [answers(engine(attention="sdpa", prefix_cache="off", async_launch=False), [each])[0] for each in made()]
     assert plain[0] != plain[2], "positions matter"
     graphs = engine(graphs=(1, 2, 4), prompt_graphs=(48, 128))
     assert answers(graphs, made()) == plain and graphs.metrics.graph_steps > 0

@@ -42,7 +42,7 @@ def answers(requests: list[Request], **settings) -> tuple[list[list[int]], dict[
 
 @pytest.fixture(scope="module")
 def expected(requests) -> list[list[int]]:
-    return answers(requests, device="cpu", attention="torch", prefix_cache="off")[0]
+    return answers(requests, device="cpu", attention="sdpa", prefix_cache="off")[0]
 
 
 WAYS = {
@@ -76,7 +76,7 @@ def test_same_tokens_under_penalties(requests, asked):
         replace(request, sampling=replace(request.sampling, **asked)) if number % 3 else request
         for number, request in enumerate(requests)
     ]
-    plain = answers(asking, device="cpu", attention="torch", prefix_cache="off")[0]
+    plain = answers(asking, device="cpu", attention="sdpa", prefix_cache="off")[0]
     found, counted = answers(asking)
     assert found == plain and counted["graph_steps"] > 0
 
@@ -94,7 +94,7 @@ def test_same_tokens_after_preemption(requests, expected):
 
 @pytest.fixture(scope="module")
 def expected_in_fp8(requests) -> list[list[int]]:
-    return answers(requests, device="cpu", attention="torch", prefix_cache="off", kv_cache_dtype="fp8")[0]
+    return answers(requests, device="cpu", attention="sdpa", prefix_cache="off", kv_cache_dtype="fp8")[0]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -136,22 +136,6 @@ class AttentionStep:
     plan: Any
 
 
-class StaticPieces(ABC):
-    """A step's spans in memory that stays where it is: a CUDA graph may hold their plan."""
-
-    @abstractmethod
-    def plan(self, most_tokens: int) -> Any:
-        """The backend's plan for all spans, of this many tokens at most; rows of no span are not attended."""
-
-    @abstractmethod
-    def last(self, most_tokens: int) -> tuple[torch.Tensor, Any]:
-        """Each span's last query: its row, int64 [s], and the backend's plan for them. What is no span has row 0."""
-
-    @abstractmethod
-    def load(self, table: SpanTable) -> None:
-        """Puts a step's spans there, in place of those before."""
-
-
 class AttentionBackend(ABC):
     """Attention of one model on one cache."""
 
@@ -172,8 +156,8 @@ class AttentionBackend(ABC):
         """
         raise self._no_graphs()
 
-    def static_pieces(self, most_sequences: int, most_tokens: int, most_blocks: int) -> StaticPieces:
-        """Room for the spans of a step. Raises ConfigError as :meth:`captured_plan`."""
+    def static_pieces(self, most_sequences: int, most_tokens: int, most_blocks: int) -> Any:
+        """`triton_backend.StaticPieces` for the spans of a step. Raises ConfigError as :meth:`captured_plan`."""
         raise self._no_graphs()
 
     def _no_graphs(self) -> ConfigError:
@@ -219,7 +203,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 _BACKENDS = {
-    "torch": "tessera.attention.torch_backend:TorchBackend",
     "sdpa": "tessera.attention.torch_backend:SdpaBackend",
     "triton": "tessera.attention.triton_backend:TritonBackend",
 }

@@ -8,14 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tessera.attention.backend import (
-    AttentionBackend,
-    AttentionStep,
-    HeadShape,
-    KvStorage,
-    SpanTable,
-    StaticPieces,
-)
+from tessera.attention.backend import AttentionBackend, AttentionStep, HeadShape, KvStorage, SpanTable
 from tessera.kernels.operands import Unfinished
 from tessera.kernels.paged_decode import choose_splits, decode_attention
 from tessera.kernels.rotary import rotate_and_store
@@ -53,8 +46,11 @@ class _Plan:
     pieces: _Pieces | None
 
 
-class _StaticPieces(StaticPieces):
-    """All spans as pieces, single queries too. One piece more is always empty: that of the tiles that are too many."""
+class StaticPieces:
+    """A step's spans in memory that stays where it is: a CUDA graph may hold their plan.
+
+    All are pieces, single queries too. One piece more is always empty: that of the tiles that are too many.
+    """
 
     def __init__(self, backend: TritonBackend, most_sequences: int, most_tokens: int, most_blocks: int) -> None:
         self._backend, self._empty, device = backend, most_sequences, backend.storage.device
@@ -62,16 +58,19 @@ class _StaticPieces(StaticPieces):
         self._tiles = torch.zeros((self._tile_count(most_tokens), 2), dtype=torch.int32, device=device)
 
     def plan(self, most_tokens: int) -> _Plan:
+        """The plan for all spans, of this many tokens at most; rows of no span are not attended."""
         rows, counts, contexts = self._lines[:3]
         tiles = self._tiles[: self._tile_count(most_tokens)]
         return _Plan(None, _Pieces(rows, counts, contexts, self._lines[3:], tiles))
 
     def last(self, most_tokens: int) -> tuple[torch.Tensor, _Plan]:
+        """Each span's last query: its row, int64 [s], and the plan for them. What is no span has row 0."""
         lines = self._lines[:, : min(most_tokens, self._empty)]
         rows = (lines[0] + lines[1] - 1).clamp(min=0)
         return rows, self._backend.captured_plan(lines[2], lines[3:])
 
     def load(self, table: SpanTable) -> None:
+        """Puts a step's spans there, in place of those before."""
         sequences, most = table.blocks.shape
         lines = np.zeros((3 + most, self._empty + 1), np.int64)
         lines[:3, :sequences] = table.row, table.count, table.context
@@ -111,7 +110,7 @@ class TritonBackend(AttentionBackend):
         return _Plan(_Singles(context, blocks, self._splits(len(context), most)), None)
 
     def static_pieces(self, most_sequences: int, most_tokens: int, most_blocks: int) -> StaticPieces:
-        return _StaticPieces(self, most_sequences, most_tokens, most_blocks)
+        return StaticPieces(self, most_sequences, most_tokens, most_blocks)
 
     def attend(self, layer: int, qkv: torch.Tensor | Unfinished, step: AttentionStep) -> torch.Tensor:
         """Rotates the queries in ``qkv`` itself."""

@@ -24,7 +24,6 @@ from tessera.engine.structured_output.constraints import Constraints
 from tessera.engine.structured_output.labels import LabelScorer
 from tessera.engine.structured_output.sequences import ConstrainedSequence, LabelSequence, MaskLane
 from tessera.errors import InvalidRequest, Unavailable
-from tessera.prompt.sampling import SamplingParameters
 from tessera.settings.stages import EngineConfig
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._config = config
         self._eos_token_ids = frozenset(token for token in eos_token_ids if token < runner.vocab_size)
-        self._constraints = Constraints(tokenizer, runner.vocab_size, self._eos_token_ids)
+        self.constraints = Constraints(tokenizer, runner.vocab_size, self._eos_token_ids)
         self._lane = MaskLane(max(1, config.max_sequences // _LANE_PART))
         self._cache_secret = secrets.token_bytes(16)
         self._under_way: deque[tuple[ScheduledBatch, SampledRows]] = deque()  # launched, not yet applied
@@ -92,19 +91,8 @@ class Engine:
         max_model_len = context_length(checkpoint.text, config.max_model_len)
         runner = ModelRunner.of_model(load_model(checkpoint, config), config, max_model_len)
         engine = cls(runner, tokenizer, config, max_model_len, stop_token_ids(checkpoint, tokenizer))
-        engine._constraints.read_vocabulary()
+        engine.constraints.read_vocabulary()
         return engine
-
-    def has_grammar(self, sampling: SamplingParameters) -> bool:
-        """Whether :meth:`submit` has nothing to compile; where it has, that takes up to seconds."""
-        return sampling.constraint is None or self._constraints.has(sampling)
-
-    def compile(self, sampling: SamplingParameters, size: int) -> None:
-        """Compiles what an answer must match if it is to be, and keeps it; ``size``: its bytes. Raises InvalidRequest.
-
-        For one thread, which does not step.
-        """
-        self._constraints.compile(sampling, size)
 
     def step(self) -> Progress:
         """Plans and runs a step, applies what is done and tells what came of it.
@@ -212,7 +200,7 @@ class Engine:
         room = self._room(prompt, request.sampling.least_room)
         options["max_tokens"] = request.sampling.max_tokens or room
         if request.sampling.constraint is not None:
-            matcher = self._constraints.matcher(request.sampling)
+            matcher = self.constraints.matcher(request.sampling)
             if matcher.slow and self._lane.full:
                 raise Unavailable("the queue is full of answers whose grammars take long; try again later")
             return ConstrainedSequence(request, matcher, self._lane, **options)

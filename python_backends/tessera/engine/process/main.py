@@ -36,7 +36,7 @@ class EngineServer:
         self._engine = engine
         self._slab = slab
         self._loop = StepLoop(engine, self._tell)
-        self._grammars = GrammarLane(engine, self._take, self._tell)
+        self._grammars = GrammarLane(engine.constraints, self._take, self._tell)
 
     def serve(self) -> None:
         threading.Thread(target=self._listen, name="listen", daemon=True).start()
@@ -57,7 +57,7 @@ class EngineServer:
 
     def _hear(self, message: Any) -> None:
         if isinstance(message, messages.Submit):
-            if self._engine.has_grammar(message.request.sampling):
+            if self._engine.constraints.has(message.request.sampling):
                 self._take(message)
                 return
             try:

@@ -267,13 +267,8 @@ def _even_step(load: Load) -> int:
 def _begins_many(load: Load) -> bool:
     """Whether a step of all tokens would begin many of the prompts that wait."""
     left = load.max_batched_tokens - sum(sequence.pending for sequence in load.running)
-    begun = 0
-    for sequence in load.admissible():
-        if left <= 0:
-            break
-        left -= sequence.pending
-        begun += 1
-    return begun >= EVEN_PROMPTS
+    first = load.admissible()[:EVEN_PROMPTS]
+    return len(first) == EVEN_PROMPTS and sum(sequence.pending for sequence in first[:-1]) < left
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from tessera.engine.engine import Engine
 from tessera.engine.process.messages import End, Progress, Submit, start_process
+from tessera.engine.structured_output.constraints import Constraints
 from tessera.errors import InvalidRequest, TesseraError, Unavailable
 from tessera.prompt import grammar
 from tessera.prompt.sampling import SHAPES, SamplingParameters
@@ -40,8 +40,10 @@ class GrammarLane:
     cancelled, or too late, before their turn.
     """
 
-    def __init__(self, engine: Engine, submit: Callable[[Submit], None], tell: Callable[[Progress], None]) -> None:
-        self._engine = engine
+    def __init__(
+        self, constraints: Constraints, submit: Callable[[Submit], None], tell: Callable[[Progress], None]
+    ) -> None:
+        self._constraints = constraints
         self._submit, self._tell = submit, tell
         self._trial = GrammarTrial()
         self._lock = threading.Lock()
@@ -106,8 +108,8 @@ class GrammarLane:
     def _compile(self, message: Submit) -> TesseraError | None:
         sampling = message.request.sampling
         try:
-            if not self._engine.has_grammar(sampling):
-                self._engine.compile(sampling, self._trial.check(sampling))
+            if not self._constraints.has(sampling):
+                self._constraints.compile(sampling, self._trial.check(sampling))
         except TesseraError as error:
             return error
         except Exception:

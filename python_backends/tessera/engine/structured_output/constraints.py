@@ -213,7 +213,9 @@ class Constraints:
             self.compile(parameters)
 
     def has(self, parameters: SamplingParameters) -> bool:
-        """Whether :meth:`matcher` is quick."""
+        """Whether an answer has nothing to compile."""
+        if parameters.constraint is None:
+            return True
         with self._lock:
             compiled = self._compiled.get(_asked(parameters))
             return compiled is not None and not compiled.worn
