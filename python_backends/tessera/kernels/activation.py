@@ -13,12 +13,11 @@ import triton.language as tl
 from tessera.kernels.fp8 import (
     MAX_SIZE,
     early_launch,
-    inverse_of,
-    largest_of,
+    load_halves,
     rescale,
     row_blocks,
     row_warps,
-    scale_of,
+    store_halves,
     store_row,
     wait_for_previous,
 )
@@ -92,26 +91,19 @@ def _silu_multiply_quantize(
     wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     gate_up += row * 2 * size
-    values += row * size
-    first, second = tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL)
-    inside = second < size
-    head_gate = tl.load(gate_up + first)
-    head_up = tl.load(gate_up + size + first)
-    tail_gate = tl.load(gate_up + second, mask=inside, other=0.0)
-    tail_up = tl.load(gate_up + size + second, mask=inside, other=0.0)
+    head_gate, tail_gate = load_halves(gate_up, size, HEAD, TAIL)
+    head_up, tail_up = load_halves(gate_up + size, size, HEAD, TAIL)
     if x_scales is not None:
         x_scale = tl.load(x_scales + row)
-        head_gate = _rescaled(head_gate, x_scale * tl.load(weight_scales + first))
-        head_up = _rescaled(head_up, x_scale * tl.load(weight_scales + size + first))
-        tail_gate = _rescaled(tail_gate, x_scale * tl.load(weight_scales + second, mask=inside, other=0.0))
-        tail_up = _rescaled(tail_up, x_scale * tl.load(weight_scales + size + second, mask=inside, other=0.0))
+        head_scales, tail_scales = load_halves(weight_scales, size, HEAD, TAIL)
+        head_gate = _rescaled(head_gate, x_scale * head_scales)
+        tail_gate = _rescaled(tail_gate, x_scale * tail_scales)
+        head_scales, tail_scales = load_halves(weight_scales + size, size, HEAD, TAIL)
+        head_up = _rescaled(head_up, x_scale * head_scales)
+        tail_up = _rescaled(tail_up, x_scale * tail_scales)
     head = gated(head_gate, head_up).to(tl.float32)
     tail = gated(tail_gate, tail_up).to(tl.float32)
-    scale = scale_of(tl.maximum(largest_of(head), largest_of(tail)))
-    inverse = inverse_of(scale)
-    tl.store(scales + row, scale)
-    tl.store(values + first, (head * inverse).to(values.dtype.element_ty))
-    tl.store(values + second, (tail * inverse).to(values.dtype.element_ty), mask=inside)
+    store_halves(values, scales, row, size, head, tail, None, HEAD, TAIL)
 
 
 @triton.jit

@@ -25,12 +25,7 @@ class AttentionPlan:
     @property
     def launch(self) -> dict[str, int]:
         """What triton's launch takes of it."""
-        return {
-            "ROWS": self.rows,
-            "TOKENS": self.tokens,
-            "num_warps": self.warps,
-            "num_stages": self.stages,
-        }
+        return {"ROWS": self.rows, "TOKENS": self.tokens, "num_warps": self.warps, "num_stages": self.stages}
 
 
 @dataclass(frozen=True)

@@ -112,23 +112,34 @@ def _quantize_rows(x, scale, values, scales, size, HEAD: tl.constexpr, TAIL: tl.
     """One program a row."""
     wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
-    x += row * size
+    head, tail = load_halves(x + row * size, size, HEAD, TAIL)
+    store_halves(values, scales, row, size, head.to(tl.float32), tail.to(tl.float32), scale, HEAD, TAIL)
+
+
+@triton.jit
+def load_halves(x, size, HEAD: tl.constexpr, TAIL: tl.constexpr):
+    """``size`` values in the two blocks of :func:`row_blocks`, zeros behind their end."""
+    second = HEAD + tl.arange(0, TAIL)
+    return tl.load(x + tl.arange(0, HEAD)), tl.load(x + second, mask=second < size, other=0.0)
+
+
+@triton.jit
+def store_halves(values, scales, row, size, head, tail, scale, HEAD: tl.constexpr, TAIL: tl.constexpr):
+    """A row of float32 values in e4m3, by a given ``scale`` at which they saturate, or by its own."""
     values += row * size
-    first, second = tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL)
-    inside = second < size
-    head = tl.load(x + first).to(tl.float32)
-    tail = tl.load(x + second, mask=inside, other=0.0).to(tl.float32)
+    second = HEAD + tl.arange(0, TAIL)
     used = scale_of(tl.maximum(largest_of(head), largest_of(tail)))
     if scale is not None:
         used = tl.load(scale)
-    head *= inverse_of(used)
-    tail *= inverse_of(used)
+    inverse = inverse_of(used)
+    head *= inverse
+    tail *= inverse
     if scale is not None:
         head = tl.clamp(head, -_LARGEST, _LARGEST)
         tail = tl.clamp(tail, -_LARGEST, _LARGEST)
     tl.store(scales + row, used)
-    tl.store(values + first, head.to(values.dtype.element_ty))
-    tl.store(values + second, tail.to(values.dtype.element_ty), mask=inside)
+    tl.store(values + tl.arange(0, HEAD), head.to(values.dtype.element_ty))
+    tl.store(values + second, tail.to(values.dtype.element_ty), mask=second < size)
 
 
 @triton.jit

@@ -23,11 +23,7 @@ MAX_SIZE = 8192
 
 
 def add_rms_norm(
-    x: torch.Tensor | Unfinished,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    fp8: bool = False,
+    x: torch.Tensor | Unfinished, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, fp8: bool = False
 ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
     """x and residual [n, size], weight [size], all contiguous, of one dtype -> (normalised [n, size], residual).
 
@@ -115,32 +111,16 @@ def norm_heads(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor
         raise ValueError("norm_heads: qkv and the weights of d values each must be contiguous and of one dtype")
     values = triton.next_power_of_2(heads + kv_heads) * triton.next_power_of_2(size)
     if len(qkv):
-        _norm_heads[(len(qkv),)](
-            qkv,
-            q_weight,
-            k_weight,
-            qkv.shape[1],
-            eps,
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            SIZE=size,
-            num_warps=min(max(values // 2048, 1), 16),  # 64 values a thread
-            **early_launch(qkv.device),
-        )
+        warps = min(max(values // 2048, 1), 16)  # 64 values a thread
+        options = {"HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size, "num_warps": warps, **early_launch(qkv.device)}
+        _norm_heads[(len(qkv),)](*tensors, qkv.shape[1], eps, **options)
 
 
 @triton.jit
 def _norm_heads(
-    qkv,
-    q_weight,
-    k_weight,
-    width,
-    eps,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    qkv, q_weight, k_weight, width, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One program a token: its heads are neighbours in memory."""
     wait_for_previous(EARLY)
     row = qkv + tl.program_id(0).to(tl.int64) * width

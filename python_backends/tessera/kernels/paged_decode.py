@@ -133,33 +133,11 @@ def decode_attention(
 # What changes from step to step is not specialized: another batch size must not compile another kernel.
 @triton.jit(do_not_specialize=["blocks", "context", "blocks_step", "blocks_column"])
 def _decode_kernel(
-    q,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    blocks,
-    context,
-    out,
-    partial,
-    weights,
-    scale,
-    q_row,
-    cache_block,
-    cache_slot,
-    blocks_step,
-    blocks_column,
-    out_row,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    q, keys, values, key_scales, value_scales, blocks, context, out, partial, weights, scale,
+    q_row, cache_block, cache_slot, blocks_step, blocks_column, out_row,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One split of one sequence's context for the query heads of one key head."""
     wait_for_previous(EARLY)
     kv_head = tl.program_id(0)
@@ -188,20 +166,16 @@ def _decode_kernel(
     for first in range(start, end, TOKENS):
         position = first + token
         slot = tl.minimum(position, last) % BLOCK_SIZE
-        place = block.to(tl.int64) * cache_block + slot * cache_slot + kv_head * HEAD_DIM
-        place = place[:, None] + column[None, :]
-        heads = (block.to(tl.int64) * BLOCK_SIZE + slot) * KV_HEADS + kv_head
-        key = load_rows(keys + place, inside, HEAD_DIM == COLUMNS, key_scales, heads, query.dtype)
-        value = load_rows(values + place, inside, HEAD_DIM == COLUMNS, value_scales, heads, query.dtype)
+        key, value = load_tile(
+            keys, values, key_scales, value_scales, block.to(tl.int64), slot, cache_block, cache_slot, kv_head,
+            query.dtype, KV_HEADS, HEAD_DIM, COLUMNS, BLOCK_SIZE,
+        )  # fmt: skip
         # Read a tile ahead, the block numbers do not hold up the pipeline of the loads that need them.
         block = tl.load(table + (tl.minimum(position + TOKENS, last) // BLOCK_SIZE) * blocks_step)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where(position[None, :] < end, scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        weight = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weight, 1)
-        mixed = tl.dot(weight.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+        total, mixed = weigh(scores, value, new_top, top, total, mixed)
         top = new_top
 
     # An empty split leaves zeros, and a weight of exp2(-inf).
@@ -217,7 +191,22 @@ def _decode_kernel(
 
 
 @triton.jit
-def load_rows(pointers, inside, WHOLE: tl.constexpr, scales, heads, dtype: tl.constexpr):
+def load_tile(
+    keys, values, key_scales, value_scales, block, slot, cache_block, cache_slot, kv_head,
+    dtype: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """The keys and the values of one key head in slots of blocks."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    place = (block * cache_block + slot * cache_slot + kv_head * HEAD_DIM)[:, None] + column
+    heads = (block * BLOCK_SIZE + slot) * KV_HEADS + kv_head
+    key = _load_rows(keys + place, column < HEAD_DIM, HEAD_DIM == COLUMNS, key_scales, heads, dtype)
+    value = _load_rows(values + place, column < HEAD_DIM, HEAD_DIM == COLUMNS, value_scales, heads, dtype)
+    return key, value
+
+
+@triton.jit
+def _load_rows(pointers, inside, WHOLE: tl.constexpr, scales, heads, dtype: tl.constexpr):
     """Rows of keys or values; where a head is no power of two (``WHOLE`` is false), zeros behind its end.
 
     Those of a cache in e4m3 are multiplied by ``scales`` at their numbers among all ``heads``, and of ``dtype`` then.
@@ -229,17 +218,19 @@ def load_rows(pointers, inside, WHOLE: tl.constexpr, scales, heads, dtype: tl.co
 
 
 @triton.jit
+def weigh(scores, value, new_top, top, total, mixed):
+    """Adds a tile of values, weighted by the exponentials of its scores, to the sums so far, which ``top`` scaled."""
+    weight = tl.exp2(scores - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weight, 1)
+    return total, tl.dot(weight.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+
+
+@triton.jit
 def _merge_kernel(
-    partial,
-    weights,
-    out,
-    out_row,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    partial, weights, out, out_row,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """The mean of one head's splits, weighted by the sums of their exponentials (log2 in ``weights``)."""
     wait_for_previous(EARLY)
     head = tl.program_id(0)

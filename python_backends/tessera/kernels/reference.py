@@ -12,11 +12,7 @@ from tessera.kernels.w4_layout import PackedW4, unpack
 
 
 def add_rms_norm(
-    x: torch.Tensor | Unfinished,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    fp8: bool = False,
+    x: torch.Tensor | Unfinished, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, fp8: bool = False
 ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
     """x, residual [n, size], weight [size] -> (normalised, residual); residual is changed in place, None means x.
 

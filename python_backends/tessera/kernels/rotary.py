@@ -44,34 +44,16 @@ def rotate_and_store(
         raise ValueError("rotate_and_store: every tensor must be contiguous")
     if n:
         _rotate_and_store[(n,)](
-            *given,
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            HALF=size // 2,
-            num_warps=4,
-            **early_launch(qkv.device),
+            *given, HEADS=heads, KV_HEADS=kv_heads, HALF=size // 2, num_warps=4, **early_launch(qkv.device)
         )
     return qkv
 
 
 @triton.jit
 def _rotate_and_store(
-    qkv,
-    cos,
-    sin,
-    slots,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    x_scales,
-    scales,
-    bias,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    qkv, cos, sin, slots, keys, values, key_scales, value_scales, x_scales, scales, bias,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One program a token: its angles are read once, and q, k and v are neighbours in memory."""
     wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)

@@ -62,14 +62,7 @@ def varlen_attention(
         for columns in (wide, tail)
     ]
     _varlen_attention[(len(tiles), heads)](
-        *described,
-        tiles,
-        out,
-        size**-0.5 * math.log2(math.e),
-        heads * size,
-        WIDE=wide,
-        TAIL=tail,
-        **plan.launch,
+        *described, tiles, out, size**-0.5 * math.log2(math.e), heads * size, WIDE=wide, TAIL=tail, **plan.launch
     )
     return out
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tessera.kernels.attention_plan import AttentionPlan
 from tessera.kernels.operands import PagedCache
-from tessera.kernels.paged_decode import cache_arguments, load_rows
+from tessera.kernels.paged_decode import cache_arguments, load_tile, weigh
 
 
 def default_plan(head_dim: int, dtype: torch.dtype) -> AttentionPlan:
@@ -71,32 +71,11 @@ def prefill_attention(
 # What changes from step to step is not specialized: another batch must not compile another kernel.
 @triton.jit(do_not_specialize=["rows", "counts", "contexts", "blocks", "tiles", "blocks_step", "blocks_column"])
 def _prefill_kernel(
-    q,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    rows,
-    counts,
-    contexts,
-    blocks,
-    tiles,
-    out,
-    scale,
-    q_row,
-    cache_block,
-    cache_slot,
-    blocks_step,
-    blocks_column,
-    out_row,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    q, keys, values, key_scales, value_scales, rows, counts, contexts, blocks, tiles, out, scale,
+    q_row, cache_block, cache_slot, blocks_step, blocks_column, out_row,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """One tile of one piece's queries for the query heads of one key head."""
     QUERIES: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(0) % KV_HEADS
@@ -132,21 +111,17 @@ def _prefill_kernel(
     for first in range(0, end, TOKENS):
         position = first + token
         slot = tl.minimum(position, last) % BLOCK_SIZE
-        place = block.to(tl.int64) * cache_block + slot * cache_slot + kv_head * HEAD_DIM
-        place = place[:, None] + column[None, :]
-        heads = (block.to(tl.int64) * BLOCK_SIZE + slot) * KV_HEADS + kv_head
-        key = load_rows(keys + place, inside, HEAD_DIM == COLUMNS, key_scales, heads, asked.dtype)
-        value = load_rows(values + place, inside, HEAD_DIM == COLUMNS, value_scales, heads, asked.dtype)
+        key, value = load_tile(
+            keys, values, key_scales, value_scales, block.to(tl.int64), slot, cache_block, cache_slot, kv_head,
+            asked.dtype, KV_HEADS, HEAD_DIM, COLUMNS, BLOCK_SIZE,
+        )  # fmt: skip
         # Read a tile ahead, the block numbers do not hold up the pipeline of the loads that need them.
         block = tl.load(table + (tl.minimum(position + TOKENS, last) // BLOCK_SIZE) * blocks_step)
         scores = tl.dot(asked, tl.trans(key), input_precision="ieee")
         if first + TOKENS > begin + 1:
             scores = tl.where(position[None, :] > (begin + query)[:, None], -float("inf"), scores)
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-        weight = tl.exp2(scores * scale - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weight, 1)
-        mixed = tl.dot(weight.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+        total, mixed = weigh(scores * scale, value, new_top, top, total, mixed)
         top = new_top
 
     out_place = (query * out_row + head * HEAD_DIM)[:, None] + column[None, :]

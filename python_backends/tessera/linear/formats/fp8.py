@@ -14,7 +14,17 @@ import torch.nn.functional as F
 from tessera.checkpoint.weights import TensorError
 from tessera.kernels.fp8_rows import E4M3, Fp8Rows, quantize_rows, quantize_weight
 from tessera.kernels.operands import Unfinished
-from tessera.linear.scheme import Linear, LinearScheme, LinearShape, Ways, has_units, plain_of, products_for, rows_of
+from tessera.linear.scheme import (
+    Linear,
+    LinearScheme,
+    LinearShape,
+    Ways,
+    has_units,
+    plain_of,
+    products_for,
+    rows_of,
+    shaped,
+)
 from tessera.linear.settings import Groups, Settings
 
 BLOCK = 128
@@ -41,14 +51,10 @@ class Fp8(LinearScheme):
     def decode(
         self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
     ) -> dict[str, torch.Tensor]:
-        weight, scale = tensors["weight"], tensors[self.scale_name].float()
-        if weight.dtype != E4M3:
-            raise TensorError("weight", f"is stored as {weight.dtype}, expected {E4M3}")
-        decoded = {"weight": weight}
+        decoded = {"weight": shaped(tensors, "weight", (out_features, in_features), E4M3)}
+        scale = tensors[self.scale_name].float()
         if self.blocks:
-            expected = [-(-out_features // BLOCK), -(-in_features // BLOCK)]
-            if list(scale.shape) != expected:
-                raise TensorError(self.scale_name, f"has shape {list(scale.shape)}, expected {expected}")
+            shaped(tensors, self.scale_name, (-(-out_features // BLOCK), -(-in_features // BLOCK)))
             decoded["scales"] = scale.repeat_interleave(BLOCK, 0)[:out_features]
         elif scale.numel() in (1, out_features):
             decoded["scales"] = scale.flatten().expand(out_features)

@@ -73,9 +73,6 @@ class Gptq(Int4):
         super().__init__(group_size)
         self.version, self.symmetric = version, symmetric
 
-    def leaves(self) -> set[str]:
-        return {"qweight", "qzeros", "scales"}
-
     def decode(
         self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
     ) -> dict[str, torch.Tensor]:
@@ -122,9 +119,6 @@ class Gptq(Int4):
 
 
 class Awq(Int4):
-    def leaves(self) -> set[str]:
-        return {"qweight", "qzeros", "scales"}
-
     def decode(
         self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
     ) -> dict[str, torch.Tensor]:

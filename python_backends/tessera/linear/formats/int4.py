@@ -59,6 +59,10 @@ class Int4(LinearScheme):
         self.ways: Ways = ((_W4A16_ROWS, W4A16),)
         self._trusted = True  # the kernel, on this device
 
+    def leaves(self) -> set[str]:
+        """GPTQ's and AWQ's names."""
+        return {"qweight", "qzeros", "scales"}
+
     def groups(self, in_features: int) -> int:
         """How many groups a row has; CheckpointError if they do not divide it."""
         size = in_features if self.group_size == -1 else self.group_size
