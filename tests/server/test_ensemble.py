@@ -15,7 +15,7 @@ from http_door import QUESTION, generate_body, post, read, total
 
 import scene
 from tessera.models.family import checkpoint_id
-from tessera_client import ServedModel
+from tessera_client import Client, ServedModel
 
 pytestmark = pytest.mark.server
 
@@ -131,9 +131,10 @@ def test_logprobs_seed_and_stop(client, picture):
     assert client.ask(picture, LONG, max_tokens=24, stop=word).text == whole[: whole.index(word)]
 
 
-def test_a_client_is_told_which_checkpoint_is_served(doors):
-    for door in doors.values():
-        assert door.served() == ServedModel(checkpoint_id(CHECKPOINT).hex(), "internvl")
+def test_a_client_is_told_which_checkpoint_is_served(server):
+    for url in (server.grpc_url, server.http_url):
+        with Client(url) as client:
+            assert client.served() == ServedModel(checkpoint_id(CHECKPOINT).hex(), "internvl")
 
 
 def test_the_metrics_page_shows_the_engine(server, client, picture):

@@ -152,9 +152,9 @@ class Launched:
 
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
     deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
+    while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return condition()
+    return met
 
 
 def is_stub(pid: int) -> bool:
