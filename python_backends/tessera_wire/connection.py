@@ -70,6 +70,18 @@ class Connection:
         """Starts a ModelStreamInfer call; its responses, to iterate over."""
         return self._stub.ModelStreamInfer(requests)
 
+    def infer(self, message: Any, timeout: float | None = None) -> Any:
+        """A model's only response to a request, in a call of its own. Raises errors of :mod:`tessera_wire.errors`."""
+        try:
+            return self._stub.ModelInfer(message, timeout=timeout)
+        except self._rpc_error as error:
+            call: Any = error
+            code, details = call.code().name, call.details() or ""
+            # tritonserver names the request; where it does not, grpc itself found nobody there.
+            if code == "UNAVAILABLE" and errors.clean(details) == details:
+                raise errors.connection_failed(self.address, details) from error
+            raise errors.from_server(details, code) from error
+
     def infer_message(
         self,
         model: str,

@@ -26,10 +26,12 @@ from tessera_client import (
     AsyncClient,
     Client,
     ConnectionFailed,
+    DeadlineExceeded,
     InvalidRequest,
     PicturePlan,
     PictureView,
     Retry,
+    Unavailable,
 )
 from tessera_client.messages import Request
 from tessera_wire import line
@@ -85,6 +87,16 @@ class Server(Service):
         finally:  # grpc goes on with no generator of a call that was cancelled while it sent
             self.open_calls -= 1
 
+    def ModelInfer(self, request: Any, context: Any) -> Any:
+        assert request.model_name == "preprocess"
+        inputs = {i.name: raw for i, raw in zip(request.inputs, request.raw_input_contents, strict=True)}
+        code, words = REFUSED.get(inputs["image"][4:], ("", ""))
+        if code:
+            context.abort(grpc.StatusCode[code], words)
+        time.sleep(2 * (inputs["image"][4:] == b"slow"))
+        self.asked = ([output.name for output in request.outputs], inputs)
+        return self.response(request, {"CUT": json.dumps([asdict(PLAN)])}, last=True).infer_response
+
     def work(self, request: Any, put: Any) -> None:
         inputs = {i.name: raw for i, raw in zip(request.inputs, request.raw_input_contents, strict=True)}
         control, end = inputs.keys() & {"CANCEL", "LEASE"}, self.response(request, {}, last=True)
@@ -98,11 +110,6 @@ class Server(Service):
             else:
                 self.leases.pop(name, lambda: self.cancelled.append(name))()
                 put(end)
-        elif request.model_name == "preprocess" and inputs["image"][4:] == b"not one":
-            put(self.failure(request, "image 0: not a picture"))
-        elif request.model_name == "preprocess":
-            self.asked = ([output.name for output in request.outputs], inputs)
-            put(self.response(request, {"CUT": json.dumps([asdict(PLAN)])}, last=True))
         else:
             self.parameters = dict(request.parameters)
             words = inputs["text_input"][4:].decode().split()
@@ -124,6 +131,18 @@ class Server(Service):
             message.infer_response.outputs.add(name=name, datatype="BYTES", shape=[1])
             message.infer_response.raw_output_contents.append(element(value))
         return message
+
+
+REFUSED = {
+    b"not one": ("INVALID_ARGUMENT", "image 0: not a picture"),
+    b"one more": ("UNAVAILABLE", "[request id: 7] Exceeds maximum queue size"),
+    b"any": ("INTERNAL", "Stub process 'preprocess_0_0' is not healthy."),
+    b"gone": ("UNAVAILABLE", "Socket closed"),
+}
+PLAN_ERRORS = {
+    b"not one": InvalidRequest, b"one more": Unavailable, b"any": Unavailable, b"gone": ConnectionFailed,
+    b"slow": DeadlineExceeded,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -148,8 +167,13 @@ def test_a_plan_is_asked_of_preprocess_alone(server: Server) -> None:
         outputs, inputs = server.asked
         assert outputs == ["CUT"] and set(inputs) == {"text_input", "image", "sampling_parameters"}
         assert json.loads(inputs["sampling_parameters"][4:]) == {"max_tokens": 1, "tile_policy": {"max_tiles": 6}}
-        with pytest.raises(InvalidRequest, match="not a picture"):
-            client.plan(b"not one")
+        for picture, kind in PLAN_ERRORS.items():
+            with pytest.raises(kind):
+                client.plan(picture, timeout=0.5)
+        server.stop()
+        with pytest.raises(ConnectionFailed):
+            client.plan(b"jpeg")
+    server.start(0)
     assert asyncio.run(AsyncClient(server.address).plan(b"jpeg", tile_policy="native")) == (PLAN,)
 
 

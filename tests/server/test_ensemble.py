@@ -6,6 +6,7 @@ import base64
 import json
 import queue
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -131,10 +132,15 @@ def test_logprobs_seed_and_stop(client, picture):
     assert client.ask(picture, LONG, max_tokens=24, stop=word).text == whole[: whole.index(word)]
 
 
-def test_a_client_is_told_which_checkpoint_is_served(server):
+def test_a_client_is_told_which_checkpoint_is_served_while_it_asks(server):
+    """On one stream tritonserver 2.51 would sooner or later abort."""
     for url in (server.grpc_url, server.http_url):
-        with Client(url) as client:
-            assert client.served() == ServedModel(checkpoint_id(CHECKPOINT).hex(), "internvl")
+        with Client(url) as client, ThreadPoolExecutor(1) as asking:
+            answers = asking.submit(lambda client=client: list(client.ask_many(((None, "Hi."),) * 16, max_tokens=1)))
+            told = [client.served()]
+            while not answers.done():
+                told.append(client.served())
+            assert set(told) == {ServedModel(checkpoint_id(CHECKPOINT).hex(), "internvl")}
 
 
 def test_the_metrics_page_shows_the_engine(server, client, picture):
