@@ -17,13 +17,12 @@ import numpy as np
 import torch
 
 from tessera.attention.backend import AttentionStep, KvStorage, SpanTable, create_backend
-from tessera.checkpoint.config import CheckpointConfig
+from tessera.checkpoint.config import BodyNames, CheckpointConfig
 from tessera.checkpoint.weights import SafetensorsFolder, fill, split_names
 from tessera.kernels.operands import Unfinished
 from tessera.linear.scheme import Linear
 from tessera.linear.unquantized import Unquantized
 from tessera.models.registry import model_class
-from tessera.models.text.qwen2 import LayerNames
 from tessera_quantize.methods import InputStatistics, rounded_rows
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -82,9 +81,9 @@ class Body:
         return self.stored[f"model.layers.{index}.{module}.weight"].removesuffix("weight") + leaf
 
     @property
-    def names(self) -> LayerNames:
+    def names(self) -> BodyNames:
         """What the checkpoint calls the modules of a layer."""
-        return self._layer.names
+        return self.config.text.names
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Makes ``tensors``, by names as :meth:`tensors` gives them, the one layer."""
@@ -160,7 +159,7 @@ class LayerModules:
     unclipped: tuple[str, ...]
 
 
-def layer_modules(names: LayerNames, shapes: Mapping[str, tuple[int, ...]]) -> LayerModules:
+def layer_modules(names: BodyNames, shapes: Mapping[str, tuple[int, ...]]) -> LayerModules:
     """The modules that a body calls by ``names``; ``shapes`` of the layer's tensors."""
     members = {"qkv": names.qkv, "output": (names.output,), "gate_up": names.gate_up, "down": (names.down,)}
     factors = {}

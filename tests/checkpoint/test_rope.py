@@ -18,7 +18,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbeddin
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from tessera.checkpoint.config import TextConfig
-from tessera.checkpoint.rope import TRAINED, Rope, read_rope
+from tessera.checkpoint.rope import TRAINED, Rope, RopeReader
 from tessera.errors import CheckpointError
 from tessera.models.registry import read_config
 from tessera.models.text.config import BODIES
@@ -71,10 +71,9 @@ BESIDE = [{}, {"rope_theta": 5e5}, {"rope_theta": None}, {"partial_rotary_factor
 
 
 def ours(family: str, section: dict[str, Any]) -> Rope:
-    sections = {"axes": [16, 24, 24], "section": {"rope_theta": 1e6} | section} if family == "qwen2_vl" else {}
     body = next((body for body in BODIES if body.model_type == family), BODIES[0])
-    return read_rope(**{"section": section, "root": {}} | sections, rules=body.ropes, head_dim=128, positions=4096,
-                     where="config.json", always=body.rope_sections)  # fmt: skip
+    axes, section = ([16, 24, 24], {"rope_theta": 1e6} | section) if family == "qwen2_vl" else (None, section)
+    return RopeReader(body.ropes, 128, 4096, "config.json", axes, body.rope_sections).read(section, {})
 
 
 def theirs(family: str, section: dict[str, Any]) -> dict[str, Any]:

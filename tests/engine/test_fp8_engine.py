@@ -15,7 +15,7 @@ from tessera.linear.quantization import scheme_selector
 from tessera.linear.scheme import Linear
 from tessera.linear.unquantized import Unquantized
 from tessera.models.registry import model_class
-from tessera.models.text.qwen2 import DecoderLayer, Qwen2
+from tessera.models.text.decoder import DecoderLayer, Qwen2
 
 CHANGES = dict(tie_word_embeddings=False, head_dim=16)
 

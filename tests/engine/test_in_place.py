@@ -24,7 +24,7 @@ from tessera.linear.scheme import Linear, LinearShape
 from tessera.linear.tuning import InPlace, taking_turns
 from tessera.linear.unquantized import FEW_ROWS, Unquantized
 from tessera.models.registry import model_class
-from tessera.models.text.qwen2 import DecoderLayer
+from tessera.models.text.decoder import DecoderLayer
 from tessera.settings.stages import EngineConfig
 
 CPU, HIDDEN, INNER = torch.device("cpu"), 128, 256

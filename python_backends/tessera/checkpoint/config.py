@@ -22,6 +22,24 @@ NameTable = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
+class BodyNames:
+    """What a language model's files call its weights, but for how names begin; Llama's are the defaults.
+
+    ``qkv`` and ``gate_up`` are one name where they are stored as one. ``more``: patterns of a layer's other weights.
+    """
+
+    embedding: str = "embed_tokens"
+    head: str = "lm_head"
+    input_norm: str = "input_layernorm"
+    post_norm: str = "post_attention_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    output: str = "self_attn.o_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    more: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class TextConfig:
     """The language model. ``attention_bias`` is q/k/v's, ``output_bias`` the attention output projection's.
 
@@ -52,6 +70,7 @@ class TextConfig:
     mrope_section: tuple[int, ...] | None = None
     mrope_interleaved: bool = False
     row_depth: int = 1
+    names: BodyNames = BodyNames()
 
     @property
     def row_size(self) -> int:

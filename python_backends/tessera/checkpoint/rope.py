@@ -8,6 +8,7 @@ a warning is refused by name here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tessera.checkpoint.files import check_number, one_of
@@ -35,101 +36,94 @@ class Rope(NamedTuple):
     mrope_section: tuple[int, ...] | None
 
 
-def read_rope(
-    section: Mapping[str, Any],
-    root: Mapping[str, Any],
-    rules: Sequence[str],
-    head_dim: int,
-    positions: int,
-    where: str,
-    axes: Sequence[int] | None = None,
-    always: Sequence[str] = (),
-    interleaved: bool = False,
-) -> Rope:
-    """The rope of the language model in ``section``, whose context is ``positions`` tokens.
+@dataclass(frozen=True)
+class RopeReader:
+    """For a body whose context is ``positions`` tokens; ``where`` begins each message.
 
-    ``root``: all of config.json, whose own rope transformers passes over where ``section`` lies inside of it.
     ``rules``: the rope types that the body has beside plain rope. ``axes``: the ``mrope_section`` of a body whose
     positions have several axes where none is stated. ``always``: the sections that mean plain rope where they are
-    missing, as to code that looks there alone. Raises CheckpointError for a rope that is not supported or not
-    understood, and for two that differ.
+    missing, as to code that looks there alone.
     """
 
-    def resolve(name: str, settings: Any, beside: Mapping[str, Any]) -> Rope:
-        return _resolve(settings, beside, rules, head_dim, positions, f"{where}: {name}", axes, interleaved)
+    rules: Sequence[str]
+    head_dim: int
+    positions: int
+    where: str
+    axes: Sequence[int] | None = None
+    always: Sequence[str] = ()
+    interleaved: bool = False
 
-    stated = {name: section.get(name) or {} for name in _SECTIONS if section.get(name) or name in always}
-    found = {name: resolve(name, settings, section) for name, settings in (stated or {"rope_parameters": {}}).items()}
-    for name in _SECTIONS:
-        if root.get(name):
-            found[f"{name} outside of the text model's section"] = resolve(name, root[name], {**section, **root})
-    first, *others = found
-    for other in others:
-        if found[other] != found[first]:
-            raise CheckpointError(
-                f"{where}: {first} and {other} state two ropes that differ, {_shown(found[first])} and "
-                f"{_shown(found[other])}: keep the one that is meant, with its rope_theta, and delete the other"
-            )
-    return found[first]
+    def read(self, section: Mapping[str, Any], root: Mapping[str, Any]) -> Rope:
+        """The rope of the language model in ``section``.
+
+        ``root``: all of config.json, whose own rope transformers passes over where ``section`` lies inside of it.
+        Raises CheckpointError for a rope that is not supported or not understood, and for two that differ.
+        """
+        stated = {name: section.get(name) or {} for name in _SECTIONS if section.get(name) or name in self.always}
+        stated = stated or {"rope_parameters": {}}
+        found = {name: self._resolve(settings, section, name) for name, settings in stated.items()}
+        for name in _SECTIONS:
+            if root.get(name):
+                outside = f"{name} outside of the text model's section"
+                found[outside] = self._resolve(root[name], {**section, **root}, outside)
+        first, *others = found
+        for other in others:
+            if found[other] != found[first]:
+                raise CheckpointError(
+                    f"{self.where}: {first} and {other} state two ropes that differ, {_shown(found[first])} and "
+                    f"{_shown(found[other])}: keep the one that is meant, with its rope_theta, and delete the other"
+                )
+        return found[first]
+
+    def _resolve(self, stated: Any, beside: Mapping[str, Any], name: str) -> Rope:
+        """One section, ``stated``, with what stands ``beside`` it where it says nothing itself.
+
+        Older savers call rope over several axes the type "mrope", newer ones "default" with an ``mrope_section``; older
+        ones call longrope "su".
+        """
+        where, axes = f"{self.where}: {name}", self.axes
+        if not isinstance(stated, Mapping):
+            raise CheckpointError(f"{where} must be an object, not {stated!r:.80}")
+        settings = {name: value for name, value in stated.items() if value is not None or name not in _NAMES}
+        theta = settings.pop("rope_theta", beside.get("rope_theta", 10000.0))
+        check_number(theta, f"{where}: rope_theta")
+        rotated = settings.pop("partial_rotary_factor", beside.get("partial_rotary_factor"))
+        one_of(1.0 if rotated is None else rotated, (1.0,), f"{where}: partial_rotary_factor")
+        kind = settings.pop("rope_type", settings.pop("type", "default"))
+        if axes is not None:
+            kind = "default" if kind == "mrope" else kind
+            axes = settings.pop("mrope_section", axes)
+            _check_axes(axes, self.head_dim, where)
+            if self.interleaved:  # transformers passes over what is stated
+                one_of(settings.pop("mrope_interleaved", True), (True,), f"{where}: mrope_interleaved")
+        renamed = kind == "su" and "longrope" in self.rules
+        kind = "longrope" if renamed else kind
+        beside_axes = "beside mrope_section, " if axes else ""
+        one_of(kind, ("default", *(() if axes else self.rules)), f"{where}: {beside_axes}rope type")
+        if TRAINED in _NEEDED[kind]:
+            trained = 4096 if kind == "longrope" else settings.get(TRAINED, self.positions)
+            trained = beside.get(TRAINED, trained)
+            if not renamed:  # transformers wants it inside of the section where the old name is used
+                settings.setdefault(TRAINED, trained)
+            one_of(settings.get(TRAINED, trained), (trained,), f"{where}: the rope's {TRAINED}")
+        known = (*_NEEDED[kind], *_OPTIONAL.get(kind, ()))
+        for name in settings:
+            if name not in known:
+                raise CheckpointError(
+                    f"{where}: {name!r} is no setting of rope type {kind!r}, which has "
+                    f"{', '.join(('rope_theta', *known, *(('mrope_section',) if axes else ())))}"
+                )
+        for name in _NEEDED[kind]:
+            if name not in settings:
+                raise CheckpointError(f"{where}: rope type {kind!r} needs the setting {name!r}")
+        _check_values(settings, self.head_dim, where)
+        scaling = None if kind == "default" else {"rope_type": kind, **settings}
+        return Rope(float(theta), scaling, None if axes is None else tuple(axes))
 
 
 def _shown(rope: Rope) -> str:
     settings = {"rope_type": "default", **(rope.rope_scaling or {}), "rope_theta": rope.rope_theta}
     return f"{settings | ({'mrope_section': rope.mrope_section} if rope.mrope_section else {})!r:.300}"
-
-
-def _resolve(
-    stated: Any,
-    beside: Mapping[str, Any],
-    rules: Sequence[str],
-    head_dim: int,
-    positions: int,
-    where: str,
-    axes: Sequence[int] | None,
-    interleaved: bool,
-) -> Rope:
-    """One section, ``stated``, with what stands ``beside`` it where it says nothing itself.
-
-    Older savers call rope over several axes the type "mrope", newer ones "default" with an ``mrope_section``; older
-    ones call longrope "su".
-    """
-    if not isinstance(stated, Mapping):
-        raise CheckpointError(f"{where} must be an object, not {stated!r:.80}")
-    settings = {name: value for name, value in stated.items() if value is not None or name not in _NAMES}
-    theta = settings.pop("rope_theta", beside.get("rope_theta", 10000.0))
-    check_number(theta, f"{where}: rope_theta")
-    rotated = settings.pop("partial_rotary_factor", beside.get("partial_rotary_factor"))
-    one_of(1.0 if rotated is None else rotated, (1.0,), f"{where}: partial_rotary_factor")
-    old_name = settings.pop("type", "default")
-    kind = settings.pop("rope_type", old_name)
-    if axes is not None:
-        kind = "default" if kind == "mrope" else kind
-        axes = settings.pop("mrope_section", axes)
-        _check_axes(axes, head_dim, where)
-        if interleaved:  # transformers passes over what is stated
-            one_of(settings.pop("mrope_interleaved", True), (True,), f"{where}: mrope_interleaved")
-    renamed = kind == "su" and "longrope" in rules
-    kind = "longrope" if renamed else kind
-    one_of(kind, ("default", *(() if axes else rules)), f"{where}: {'beside mrope_section, ' if axes else ''}rope type")
-    if TRAINED in _NEEDED[kind]:
-        trained = 4096 if kind == "longrope" else settings.get(TRAINED, positions)
-        trained = beside.get(TRAINED, trained)
-        if not renamed:  # transformers wants it inside of the section where the old name is used
-            settings.setdefault(TRAINED, trained)
-        one_of(settings.get(TRAINED, trained), (trained,), f"{where}: the rope's {TRAINED}")
-    for name in settings:
-        known = (*_NEEDED[kind], *_OPTIONAL.get(kind, ()))
-        if name not in known:
-            raise CheckpointError(
-                f"{where}: {name!r} is no setting of rope type {kind!r}, which has "
-                f"{', '.join(('rope_theta', *known, *(('mrope_section',) if axes else ())))}"
-            )
-    for name in _NEEDED[kind]:
-        if name not in settings:
-            raise CheckpointError(f"{where}: rope type {kind!r} needs the setting {name!r}")
-    _check_values(settings, head_dim, where)
-    scaling = None if kind == "default" else {"rope_type": kind, **settings}
-    return Rope(float(theta), scaling, None if axes is None else tuple(axes))
 
 
 def _check_axes(axes: Any, head_dim: int, where: str) -> None:

@@ -29,19 +29,6 @@ if TYPE_CHECKING:
 Target = Callable[["torch.Tensor"], None]
 _SHOWN = 10
 _LFS = b"version https://git-lfs"
-_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "BOOL": "bool",
-    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
-    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-}
-"""What torch calls the dtypes of safetensors."""
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
@@ -76,10 +63,6 @@ class SafetensorsFolder:
     def dtype(self, name: str) -> str:
         """The stored dtype as safetensors calls it, such as "BF16", from the file's header alone."""
         return self._read(name, lambda file: file.get_slice(name).get_dtype())
-
-    def shape(self, name: str) -> list[int]:
-        """The stored shape, from the file's header alone."""
-        return self._read(name, lambda file: file.get_slice(name).get_shape())
 
     def _read(self, name: str, read: Callable[[Any], Any]) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -129,15 +112,10 @@ class SafetensorsFolder:
 
 
 class SafetensorsHeaders(SafetensorsFolder):
-    """The same folder without its numbers: tensors on torch's device "meta", made of the files' headers alone."""
+    """The same folder without its numbers: tensors on torch's device "meta". Files are mapped, so none is read."""
 
     def get(self, name: str) -> torch.Tensor:
-        import torch
-
-        dtype = self.dtype(name)
-        if dtype not in _DTYPES:
-            raise CheckpointError(f"{self.folder}: weight {name!r} is stored as {dtype}, which is not supported")
-        return torch.empty(self.shape(name), dtype=getattr(torch, _DTYPES[dtype]), device="meta")
+        return super().get(name).to("meta")
 
 
 def fill(

@@ -24,7 +24,7 @@ from tessera.models.text.config import BODIES, TextSpec
 
 if TYPE_CHECKING:
     from tessera.models.family import ModelFamily
-    from tessera.models.text.qwen2 import Qwen2
+    from tessera.models.text.decoder import Qwen2
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tessera.kernels.transfer import Moment, to_device
 from tessera.linear.quantization import scheme_selector, stored_modules
 from tessera.linear.tuning import tune
 from tessera.models.registry import model_class
-from tessera.models.text.qwen2 import Qwen2
+from tessera.models.text.decoder import Qwen2
 from tessera.settings.stages import EngineConfig
 
 if TYPE_CHECKING:

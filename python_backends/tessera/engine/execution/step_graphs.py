@@ -24,7 +24,7 @@ from tessera.engine.execution.batch_inputs import PackedBatch, fill_in
 from tessera.engine.execution.sampler import greedy
 from tessera.kernels.graphs import GraphPool
 from tessera.kernels.transfer import load
-from tessera.models.text.qwen2 import Qwen2
+from tessera.models.text.decoder import Qwen2
 
 if TYPE_CHECKING:
     from tessera.attention.triton_backend import StaticPieces

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tessera.checkpoint.config import CheckpointConfig, NameTable, TextConfig
+from tessera.checkpoint.config import BodyNames, CheckpointConfig, NameTable, TextConfig
 from tessera.checkpoint.files import check_size, one_of, read_fields, read_json, read_processor
-from tessera.checkpoint.rope import read_rope
+from tessera.checkpoint.rope import RopeReader
 from tessera.checkpoint.weights import LINEAR, SafetensorsFolder
 from tessera.errors import CheckpointError
 
@@ -24,37 +24,21 @@ from tessera.errors import CheckpointError
 # (transformers 4.52) are the same module; Qwen2-VL's savers write "model.x".
 _BODY = r"(?:model\.|(?:model\.)?language_model\.(?:model\.)?)"
 _HEAD = r"(?:model\.)?(?:language_model\.)?"
-_LAYER = r"layers\.\d+\."
+_OUTPUT_HEAD = re.compile(rf"{_HEAD}(?:lm_head|output)\.(?:weight|qweight|weight_packed)")
 
 
-def _names(*ends: str, head: str = "lm_head") -> NameTable:
-    """Every weight is called as in its file but for how its name begins; ``ends``: patterns of the rest."""
+def weight_names(names: BodyNames) -> NameTable:
+    """Every weight is called as in its file but for how its name begins."""
+    linears = "|".join((*names.qkv, names.output, *names.gate_up, names.down)).replace(".", r"\.")
+    norms = (rf"{name}\.weight" for name in (names.input_norm, names.post_norm))
+    layer = "|".join((rf"(?:{linears})\.{LINEAR}", *norms, *names.more))
     return (
-        (rf"{_BODY}{_LAYER}(?:self_attn|attention)\.rotary_emb\.inv_freq", ""),  # as old savers stored it
-        *((rf"{_BODY}({end})", r"model.\1") for end in (*ends, r"norm\.weight")),
-        (rf"{_HEAD}({head}\.{LINEAR})", r"\1"),
+        (rf"{_BODY}layers\.\d+\.(?:self_attn|attention)\.rotary_emb\.inv_freq", ""),  # as old savers stored it
+        (rf"{_BODY}({names.embedding}\.weight|norm\.weight|layers\.\d+\.(?:{layer}))", r"model.\1"),
+        (rf"{_HEAD}({names.head}\.{LINEAR})", r"\1"),
     )
 
 
-_OUTSIDE = (r"embed_tokens\.weight", rf"{_LAYER}(?:input|post_attention)_layernorm\.weight")
-_LLAMA_ENDS = (
-    *_OUTSIDE,
-    rf"{_LAYER}self_attn\.[qkvo]_proj\.{LINEAR}",
-    rf"{_LAYER}mlp\.(?:gate|up|down)_proj\.{LINEAR}",
-)
-_LLAMA_NAMES = _names(*_LLAMA_ENDS)
-_QWEN3_NAMES = _names(*_LLAMA_ENDS, rf"{_LAYER}self_attn\.[qk]_norm\.weight")
-_PHI3_NAMES = _names(
-    *_OUTSIDE, rf"{_LAYER}self_attn\.(?:qkv|o)_proj\.{LINEAR}", rf"{_LAYER}mlp\.(?:gate_up|down)_proj\.{LINEAR}"
-)
-_INTERNLM2_NAMES = _names(
-    r"tok_embeddings\.weight",
-    rf"{_LAYER}attention\.(?:wqkv|wo)\.{LINEAR}",
-    rf"{_LAYER}feed_forward\.w[123]\.{LINEAR}",
-    rf"{_LAYER}(?:attention|ffn)_norm\.weight",
-    head="output",
-)
-_OUTPUT_HEAD = re.compile(rf"{_HEAD}(?:lm_head|output)\.(?:weight|qweight|weight_packed)")
 _LLAMA = dict(
     vocab_size=32000,
     hidden_size=4096,
@@ -79,8 +63,8 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class TextSpec:
-    """A body. ``model``: the import path of its class; ``names``: the exact table of its weights; ``defaults``: what a
-    saver may have left out because it equals the class default.
+    """A body. ``model``: the import path of its class; ``names``: of its weights, of which there are no others;
+    ``defaults``: what a saver may have left out because it equals the class default.
 
     ``biases``: whether the attention's projections have them, q/k/v's and the output's, or the switch of the
     configuration that says so for both, and its default. ``ropes``: the rules that it has beside plain rope;
@@ -91,7 +75,7 @@ class TextSpec:
     architecture: str
     model_type: str
     model: str
-    names: NameTable
+    names: BodyNames
     defaults: Mapping[str, Any]
     biases: tuple[bool, bool] | tuple[str, bool]
     ropes: tuple[str, ...] = ("linear", "dynamic", "llama3")
@@ -101,12 +85,7 @@ class TextSpec:
 
 
 _PHI3 = dict(
-    _LLAMA,
-    vocab_size=32064,
-    hidden_size=3072,
-    intermediate_size=8192,
-    max_position_embeddings=4096,
-    rms_norm_eps=1e-5,
+    _LLAMA, vocab_size=32064, hidden_size=3072, intermediate_size=8192, max_position_embeddings=4096, rms_norm_eps=1e-5
 )
 _QWEN3 = dict(_QWEN2, head_dim=128)
 # What is read of a text model's section beside TextConfig's own names.
@@ -114,26 +93,31 @@ _READ_HERE = (
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"),
     *("attention_bias", "bias", "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
 )
-_SWITCH, _ROOM = ("attention_bias", False), "tessera.models.text"
+_SWITCH, _DECODER = ("attention_bias", False), "tessera.models.text.decoder"
+_HEAD_NORMS = BodyNames(more=(r"self_attn\.[qk]_norm\.weight",))
+_JOINED = BodyNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+_INTERNLM2 = BodyNames(
+    embedding="tok_embeddings",
+    head="output",
+    input_norm="attention_norm",
+    post_norm="ffn_norm",
+    qkv=("attention.wqkv",),
+    output="attention.wo",
+    gate_up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+)
 BODIES = (
-    TextSpec("Qwen2ForCausalLM", "qwen2", f"{_ROOM}.qwen2:Qwen2", _LLAMA_NAMES, _QWEN2, (True, False)),
-    TextSpec("Qwen3ForCausalLM", "qwen3", f"{_ROOM}.variants:Qwen3", _QWEN3_NAMES, _QWEN3, _SWITCH),
-    TextSpec("LlamaForCausalLM", "llama", f"{_ROOM}.qwen2:Qwen2", _LLAMA_NAMES, _LLAMA, _SWITCH, mlp_switch=True),
+    TextSpec("Qwen2ForCausalLM", "qwen2", f"{_DECODER}:Qwen2", BodyNames(), _QWEN2, (True, False)),
+    TextSpec("Qwen3ForCausalLM", "qwen3", f"{_DECODER}:Qwen3", _HEAD_NORMS, _QWEN3, _SWITCH),
+    TextSpec("LlamaForCausalLM", "llama", f"{_DECODER}:Qwen2", BodyNames(), _LLAMA, _SWITCH, mlp_switch=True),
     TextSpec(
-        "Phi3ForCausalLM",
-        "phi3",
-        f"{_ROOM}.variants:Phi3",
-        _PHI3_NAMES,
-        _PHI3,
-        (False, False),
-        ropes=("longrope",),
-        windowed=True,
+        "Phi3ForCausalLM", "phi3", f"{_DECODER}:Qwen2", _JOINED, _PHI3, (False, False), ("longrope",), windowed=True
     ),
     TextSpec(
         "InternLM2ForCausalLM",
         "internlm2",
-        f"{_ROOM}.variants:InternLM2",
-        _INTERNLM2_NAMES,
+        f"{_DECODER}:InternLM2",
+        _INTERNLM2,
         dict(_LLAMA, vocab_size=103168),
         ("bias", True),
         ropes=("linear", "dynamic"),
@@ -190,17 +174,10 @@ def assemble(
     for name in ("head_dim", "max_position_embeddings"):
         check_size(stated[name], prefix + name)
     positions = stated["max_position_embeddings"]
-    rope = read_rope(
-        text_section,
-        raw,
-        spec.ropes,
-        stated["head_dim"],
-        positions,
-        where,
-        mrope_section,
-        spec.rope_sections,
-        mrope_interleaved,
+    reader = RopeReader(
+        spec.ropes, stated["head_dim"], positions, where, mrope_section, spec.rope_sections, mrope_interleaved
     )
+    rope = reader.read(text_section, raw)
     _refuse_windows(text_section, text_section.get("sliding_window") if spec.windowed else None, positions, where)
     switch, other = spec.biases
     biases = (bool(text_section.get(switch, other)),) * 2 if isinstance(switch, str) else (switch, other)
@@ -214,6 +191,7 @@ def assemble(
         **rope._asdict(),
         mrope_interleaved=mrope_interleaved,
         row_depth=row_depth,
+        names=spec.names,
         attention_bias=biases[0],
         output_bias=biases[1],
         mlp_bias=spec.mlp_switch and bool(text_section.get("mlp_bias", False)),
@@ -227,7 +205,7 @@ def assemble(
         folder=folder,
         model_type=raw.get("model_type", fields["layout"]),
         text=text,
-        weight_names={"vision": fields.pop("vision_names"), "text": spec.names},
+        weight_names={"vision": fields.pop("vision_names"), "text": weight_names(spec.names)},
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         raw=raw,
         processor=read_processor(folder),

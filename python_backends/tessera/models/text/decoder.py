@@ -1,12 +1,13 @@
 """The decoder shared by Qwen2 and Llama: they differ only in biases and rotary scaling, which the config states.
 
-Sources: transformers ``modeling_qwen2.py``, ``modeling_llama.py``.
+Phi-3's is the same, with its weights stored as fewer matrices. Behind it those with another norm or order of stored
+rows. Sources: transformers ``modeling_qwen2.py``, ``modeling_llama.py``, ``modeling_phi3.py``, ``modeling_qwen3.py``;
+InternLM2's checkpoints' own ``modeling_internlm2.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -16,7 +17,8 @@ from torch import nn
 
 from tessera.attention.backend import AttentionBackend, AttentionStep, HeadShape
 from tessera.checkpoint.weights import Target, copy_whole
-from tessera.kernels.operands import Unfinished
+from tessera.kernels.operands import Unfinished, finished
+from tessera.kernels.tuning import layer_kernels
 from tessera.linear.scheme import Linear, Place, Rows, SchemeSelector, stacked
 from tessera.linear.unquantized import Embedding, RmsNorm
 from tessera.models.text.rotary import Rotary
@@ -31,22 +33,8 @@ _HEAD_MULTIPLE = 16
 Stream = tuple["torch.Tensor | Unfinished", "torch.Tensor | None"]
 
 
-@dataclass(frozen=True)
-class LayerNames:
-    """A checkpoint's names inside one layer; ``qkv`` and ``gate_up`` are one name where they are stored as one."""
-
-    input_norm: str = "input_layernorm"
-    post_norm: str = "post_attention_layernorm"
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    output: str = "self_attn.o_proj"
-    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    down: str = "mlp.down_proj"
-
-
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, both after a norm and onto the residual stream."""
-
-    names = LayerNames()
 
     def __init__(
         self, config: TextConfig, index: int, schemes: SchemeSelector, dtype: torch.dtype, device: torch.device
@@ -54,7 +42,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
         queries = config.num_attention_heads * config.head_dim
-        self.index = index
+        self.index, self.names = index, config.names
         self.prefix = f"model.layers.{index}."
 
         def linear(size: int, modules: Mapping[str, Rows], bias: bool) -> Linear:
@@ -112,11 +100,10 @@ class DecoderLayer(nn.Module):
 
 
 class Qwen2(nn.Module):
-    """Token ids and picture rows in, hidden rows and logits out; covers Qwen2ForCausalLM and LlamaForCausalLM."""
+    """Token ids and picture rows in, hidden rows and logits out; covers Qwen2ForCausalLM, LlamaForCausalLM and
+    Phi3ForCausalLM."""
 
     layer_class: type[DecoderLayer] = DecoderLayer
-    embedding_name = "model.embed_tokens.weight"
-    head_name = "lm_head"
 
     def __init__(self, config: TextConfig, schemes: SchemeSelector, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -132,7 +119,7 @@ class Qwen2(nn.Module):
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.head: Linear | None = None
         if not config.tie_word_embeddings:
-            modules = stacked([self.head_name], [config.vocab_size])
+            modules = stacked([config.names.head], [config.vocab_size])
             self.head = Linear(config.hidden_size, modules, False, schemes, dtype, device, out_features=padded)
 
     def forward(
@@ -181,8 +168,9 @@ class Qwen2(nn.Module):
 
     def targets(self, stored: Collection[str]) -> dict[str, Target]:
         """What fills the model, by the checkpoint's names; ``stored``: those that it has."""
+        name, embedding = f"model.{self.config.names.embedding}.weight", self.embedding.get_buffer("weight")
         targets: dict[str, Target] = {
-            self.embedding_name: partial(copy_whole, self.embedding.get_buffer("weight")[: self.config.vocab_size]),
+            name: partial(copy_whole, embedding[: self.config.vocab_size]),
             **norm_targets({"model.norm": self.norm}),
         }
         if self.head is not None:
@@ -210,3 +198,49 @@ def head_shape(config: TextConfig) -> HeadShape:
 def norm_targets(norms: Mapping[str, RmsNorm]) -> dict[str, Target]:
     """What fills norms, which are given by name."""
     return {f"{name}.weight": partial(copy_whole, norm.get_buffer("weight")) for name, norm in norms.items()}
+
+
+class Qwen3Layer(DecoderLayer):
+    """Queries and keys are normalised head by head; ``q_norm`` and ``k_norm`` [head_dim] are shared by all heads."""
+
+    def __init__(
+        self, config: TextConfig, index: int, schemes: SchemeSelector, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(config, index, schemes, dtype, device)
+        self.q_norm = RmsNorm(config.head_dim, config.rms_norm_eps, dtype, device)
+        self.k_norm = RmsNorm(config.head_dim, config.rms_norm_eps, dtype, device)
+        self._kv_heads, self._eps = config.num_key_value_heads, config.rms_norm_eps
+
+    def heads(self, qkv: torch.Tensor | Unfinished) -> torch.Tensor:
+        """Normalises the heads of q and k in ``qkv`` itself."""
+        qkv = finished(qkv)
+        weights = self.q_norm.get_buffer("weight"), self.k_norm.get_buffer("weight")
+        layer_kernels(qkv.device.type).norm_heads(qkv, *weights, self._kv_heads, self._eps)
+        return qkv
+
+    def targets(self, stored: Collection[str]) -> dict[str, Target]:
+        norms = {"self_attn.q_norm": self.q_norm, "self_attn.k_norm": self.k_norm}
+        return super().targets(stored) | norm_targets({self.prefix + name: norm for name, norm in norms.items()})
+
+
+class Qwen3(Qwen2):
+    """Qwen3ForCausalLM."""
+
+    layer_class = Qwen3Layer
+
+
+class InternLM2Layer(DecoderLayer):
+    """q, k and v are stored as one grouped matrix."""
+
+    def qkv_modules(self, heads: HeadShape) -> dict[str, Rows]:
+        """wqkv's rows are grouped by key head: the group's queries, then its key, then its value."""
+        queries, keys = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
+        rows = torch.arange(queries + 2 * keys).split([queries, keys, keys])
+        grouped = [part.view(heads.kv_heads, -1, heads.head_dim) for part in rows]
+        return {self.names.qkv[0]: torch.cat(grouped, dim=1).flatten()}
+
+
+class InternLM2(Qwen2):
+    """InternLM2ForCausalLM."""
+
+    layer_class = InternLM2Layer
