@@ -140,6 +140,7 @@ def in_processes(tasks: Sequence[tuple[Any, ...]], timeout: float) -> list[Any]:
     pool = ProcessPoolExecutor(len(tasks), multiprocessing.get_context("spawn"), _inherit, (tasks,))
     try:
         running = [pool.submit(_run_task, number) for number in range(len(tasks))]
+        pool.submit(int)  # Python 3.11 looks only after the processes that there were before the newest task
         done, waiting = wait(running, timeout, FIRST_EXCEPTION)
         for each in done:
             if error := each.exception():
