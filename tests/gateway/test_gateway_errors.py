@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from clients.fake_transport import READY, USAGE, FakeTransport, final
-from gateway_doubles import ASKED, gateway
+from gateway_doubles import ASKED, HELLO, gateway
 
 from tessera_client import Delta
 from tessera_client.messages import ServerStatus
@@ -220,6 +221,21 @@ def test_an_error_after_the_first_token_is_an_event() -> None:
     assert json.loads(error.removeprefix("data: ")) == from_wire(ServerError("it broke")).body
     assert response.status_code == 200 and done == "data: [DONE]"
     assert door.app.state.counters.total('requests_total{status="500"}') == 1  # as if it had come in time
+
+
+def test_openais_client_reads_a_stream_and_what_ends_it(client: openai.OpenAI, play: Any) -> None:
+    asked: Any = {"model": "vlm", "messages": HELLO}
+    play([Unavailable("512 requests are in flight")], [Delta("a"), ServerError("it broke")], [Delta("ye"), final("s")])
+    with pytest.raises(openai.RateLimitError, match="512 requests"):
+        client.chat.completions.create(**asked, stream=True)
+    text = ""
+    with pytest.raises(openai.APIError, match="it broke") as error:
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            text += chunk.choices[0].delta.content
+    assert text == "a" and error.value.type == "server_error"
+    with client.chat.completions.stream(**asked) as stream:
+        assert [event.delta for event in stream if event.type == "content.delta" and event.delta] == ["ye", "s"]
+        assert stream.get_final_completion().choices[0].message.content == "yes"
 
 
 def test_an_answer_cut_short_is_no_answer() -> None:
