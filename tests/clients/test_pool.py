@@ -82,6 +82,13 @@ def test_a_server_that_failed_rests_then_gets_one_request_until_it_answers() -> 
     assert picked(servers, 3) == [0, 0, 0]
 
 
+def test_errors_that_are_the_requests_own_do_not_count_against_the_server() -> None:
+    servers = ServerPool(2)
+    for error in (InvalidRequest("wrong"), None, KeyboardInterrupt()):
+        servers.end(servers.pick(), error)
+    assert set(picked(servers, 2)) == {0, 1}
+
+
 def test_an_answer_to_an_older_request_does_not_end_the_rest_of_a_full_server() -> None:
     clock = Clock()
     servers = ServerPool(2, clock)

@@ -205,7 +205,7 @@ def test_a_living_guard_keeps_its_own_and_a_dead_one_loses_all(prefix: str) -> N
     lock = guard.take_lock(prefix)
     folder = tempfile.mkdtemp(prefix=Path(guard.ENVIRONMENTS).name.rstrip("*"), dir="/tmp")
     os.pwrite(lock, folder.encode(), 0)
-    region, other = Path(f"/dev/shm/{prefix}{uuid.uuid4()}"), Path(f"/dev/shm/other-{prefix}")
+    region, other = Path(f"/dev/shm/{prefix}{uuid.uuid4()}"), Path(f"/dev/shm/{prefix[:-1]}x-{prefix}")
     region.touch()
     other.touch()
     blocked = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", region.name])
