@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from engine_fakes import make_request
 from penalties_reference import penalized
 
-from tessera.engine.execution.sampler import Histories, SamplingRow, history, sample
+from tessera.engine.execution.sampler import Histories, SamplingRow, echoes, history, sample
 from tessera.engine.sequence import Sequence
 from tessera.kernels.transfer import Moment
 
@@ -74,3 +75,12 @@ def test_the_smallest_penalty_makes_no_nan():
     assert step(Histories(1, torch.device("cpu")), [sequence], torch.tensor([[0.5, 2.0]])) == [1]
     sequence = Sequence(make_request([1], max_tokens=3, repetition_penalty=1e-300))
     assert step(Histories(1, torch.device("cpu")), [sequence], torch.tensor([[-0.5, 0.0]])) == [1]
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 30])
+def test_echoes_count_equal_tokens_backwards(length):
+    tokens = np.random.default_rng(0).integers(0, 2, length)
+    for place, found in enumerate(echoes(tokens).tolist()):
+        before, last = tokens[:place][::-1], tokens[::-1]
+        assert before[:found].tolist() == last[:found].tolist()
+        assert found == place or before[found] != last[found]
