@@ -305,7 +305,7 @@ def test_an_output_that_cannot_be_written_or_is_another_runs(parse: Any, tmp_pat
     assert f"another run is writing {out}" in capsys.readouterr().err and parse(reader, tmp_path / "a.png") == 0
 
 
-@pytest.mark.parametrize("gone", ["out", "out/a.pdf", "out/a.pdf/page-0001.json", "cut"])
+@pytest.mark.parametrize("gone", ["out", "out/a.pdf", "out/a.pdf/page-0001.json", "out/a.pdf/page-0001.md", "cut"])
 def test_results_that_go_while_pages_are_read_end_the_run(
     parse: Any, tmp_path: Path, capsys: Capture, gone: str
 ) -> None:
