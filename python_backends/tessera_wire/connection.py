@@ -81,6 +81,8 @@ class Connection:
             if code == "UNAVAILABLE" and errors.clean(details) == details:
                 raise errors.connection_failed(self.address, details) from error
             raise errors.from_server(details, code) from error
+        except ValueError as error:  # grpc's for a channel that is closed
+            raise self.mapped(error) from error
 
     def infer_message(
         self,

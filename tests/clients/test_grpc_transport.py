@@ -24,6 +24,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from tessera_client import (
     AsyncClient,
+    Cancelled,
     Client,
     ConnectionFailed,
     DeadlineExceeded,
@@ -173,6 +174,8 @@ def test_a_plan_is_asked_of_preprocess_alone(server: Server) -> None:
         server.stop()
         with pytest.raises(ConnectionFailed):
             client.plan(b"jpeg")
+    with pytest.raises(Cancelled, match="closed"):
+        client.plan(b"jpeg")
     server.start(0)
     assert asyncio.run(AsyncClient(server.address).plan(b"jpeg", tile_policy="native")) == (PLAN,)
 
