@@ -190,8 +190,8 @@ def test_steps_reduce_the_loss_of_a_fixed_batch(chat: ChatTokens) -> None:
     batch = drawn_batch(chat, tiles=3, policy=Policy(1, 1))
     trainer = RoomTrainer(chat, 1, 3, torch.device("cpu"), lr=3e-3)
     trainer.step = 300  # past the warm-up
-    first, *_, last = [trainer.train_step(batch, 0.0) for _ in range(7)]
-    assert last[0] < 0.7 * first[0] and last[1] < first[1], (first, last)
+    first, *_, last = [trainer.train_step(batch, 0.0) for _ in range(4)]
+    assert last[0] < 0.8 * first[0] and last[1] < first[1], (first, last)
 
 
 def test_a_resumed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
