@@ -54,12 +54,18 @@ class Service(service_pb2_grpc.GRPCInferenceServiceServicer):
             models=[pb.RepositoryIndexResponse.ModelIndex(name="vlm", version="1", state="READY")]
         )
 
+    def ModelInfer(self, request: Any, context: Any) -> Any:
+        """Which model this is."""
+        assert request.model_name == "preprocess"
+        response = pb.ModelInferResponse(id=request.id)
+        about = json.dumps({"checkpoint": "0" * 32, "model_type": "stand-in"}).encode()
+        response.outputs.add(name="SERVED", datatype="BYTES", shape=[1])
+        response.raw_output_contents.append(struct.pack("<I", len(about)) + about)
+        return response
+
     def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:
         peer = context.peer()
         for request in requests:
-            if request.model_name == "preprocess":
-                yield served(request.id)
-                continue
             if request.model_name == "language_model":  # a lease: a server that knows none refuses it
                 refusal = pb.ModelStreamInferResponse(error_message="no leases here")
                 refusal.infer_response.id = request.id
@@ -77,17 +83,6 @@ class Service(service_pb2_grpc.GRPCInferenceServiceServicer):
                 response.infer_response.id = request.id
                 response.infer_response.parameters["triton_final_response"].bool_param = response is responses[-1]
                 yield response
-
-
-def served(request_id: str) -> Any:
-    """The answer to the question which model this is."""
-    response = pb.ModelStreamInferResponse()
-    about = json.dumps({"checkpoint": "0" * 32, "model_type": "stand-in"}).encode()
-    response.infer_response.id = request_id
-    response.infer_response.parameters["triton_final_response"].bool_param = True
-    response.infer_response.outputs.add(name="SERVED", datatype="BYTES", shape=[1])
-    response.infer_response.raw_output_contents.append(struct.pack("<I", len(about)) + about)
-    return response
 
 
 def asked_tokens(sampling: dict[str, Any]) -> int:
