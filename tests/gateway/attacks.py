@@ -36,7 +36,7 @@ def post(**fields: object) -> bytes:
 
 
 class Attack(NamedTuple):
-    """On so many ``lines`` at once each sends its ``head``, and ``part`` so many ``times``; ``again`` when it ends."""
+    """Each of ``lines`` connections sends ``head``, then ``part`` ``times`` times; ``again`` when it ends."""
 
     lines: int
     again: bool
