@@ -11,7 +11,6 @@ from tessera.engine.scheduling.policies import CostModel
 def test_between_what_was_measured_times_grow_in_straight_lines_and_beyond_in_proportion():
     costs = CostModel([(1, 400), (64, 500), (256, 900)])
     assert [costs.step_ns(tokens) for tokens in (0.5, 1, 64, 160, 256, 512)] == [200, 400, 500, 700, 900, 1800]
-    assert [costs.tokens_within(ns) for ns in (200, 400, 700, 900, 1800)] == [0.5, 1, 160, 256, 512]
 
 
 def test_the_fastest_of_the_recent_steps_of_about_as_many_tokens_counts():
