@@ -8,14 +8,13 @@ from typing import Any
 import openai
 import pytest
 from batch_files import client_of
-from gateway_doubles import Asked, gateway, listening
+from gateway_doubles import Asked, served
 
 
 @pytest.fixture(scope="module")
 def door() -> Iterator[tuple[Asked, str]]:
-    asked = gateway()
-    with listening(asked.app) as address:
-        yield asked, address
+    with served() as door:
+        yield door
 
 
 @pytest.fixture

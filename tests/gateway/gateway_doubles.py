@@ -100,6 +100,14 @@ def listening(app: Any) -> Iterator[str]:
 
 
 @contextmanager
+def served(*script: Any, fake: FakeTransport | None = None, **settings: Any) -> Iterator[tuple[Asked, str]]:
+    """A gateway behind a port, and its address; its servers play the script, or ``fake`` does."""
+    asked = Asked(fake or FakeTransport(script), Settings(**settings))
+    with listening(asked.app) as address:
+        yield asked, address
+
+
+@contextmanager
 def started(
     *flags: str, server: str = NOBODY, program: Sequence[str] = COMMAND
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:

@@ -14,7 +14,7 @@ import pytest
 from batch_files import answers, client_of, create, line, over, rows, upload
 from clients.fake_transport import FakeTransport, Hang
 from fakes.answering_server import PROBE, AnsweringServer, question
-from gateway_doubles import Asked, listening, until
+from gateway_doubles import Asked, served, until
 
 from tessera_client import ConnectionFailed, InvalidRequest, Unavailable
 from tessera_gateway import translation
@@ -42,39 +42,56 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     with ExitStack() as ends:
 
         def start(server: FakeTransport, **settings: Any) -> openai.OpenAI:
-            app = Asked(server, Settings(batch_folder=tmp_path / "batches", **settings)).app
-            address = ends.enter_context(listening(app))
+            _, address = ends.enter_context(served(fake=server, batch_folder=tmp_path / "batches", **settings))
             return ends.enter_context(client_of(address))
 
         yield start
 
 
-def change(tmp_path: Path, query: str) -> None:
-    """Changes the database behind the gateway's back."""
-    with closing(sqlite3.connect(tmp_path / "batches" / "batches.sqlite", timeout=30)) as database, database:
-        database.execute(query)
+def test_every_line_has_one_result(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of people go first, and a line at which the gateway itself fails is a row of errors too."""
+    real = translation.messages
 
+    def messages(asked: Any, fetched: Any) -> Any:
+        found = real(asked, fetched)
+        if found[0]["content"][0]["text"] == "fault":
+            raise ZeroDivisionError("a secret")
+        return found
 
-def test_every_line_has_one_result(serve: Serve) -> None:
-    client = serve(AnsweringServer(bad=[InvalidRequest("no picture")]))
-    lines = [line("a"), line("b", "Ist das schön? 好"), "", line("c", "bad"), line("d", functions=[])]
-    batch = create(client, *lines, line("e", stream=True), metadata={"room": "7"})
+    monkeypatch.setattr(translation, "messages", messages)
+    monkeypatch.setattr(runner, "BUSY_S", 0)
+    full = Unavailable("512 requests are in flight")
+    server = AnsweringServer(bad=[InvalidRequest("no picture")], busy=[full])
+    client = serve(server, priority_floor=3)
+    lines = [line("a"), line("b", "Ist das schön? 好", priority=99), "", line("c", "bad"), line("d", functions=[])]
+    lines += [line("e", stream=True), line("f", "busy"), line("g", priority=2), line("h", "fault")]
+    batch = create(client, *lines, metadata={"room": "7"})
     assert batch.status == "validating" and batch.metadata == {"room": "7"} and batch.errors is None
     batch = over(client, batch)
     assert batch.status == "completed" and batch.in_progress_at and batch.finalizing_at and batch.completed_at
     counts = batch.request_counts
-    assert counts is not None and (counts.total, counts.completed, counts.failed) == (5, 2, 3)
+    assert counts is not None and (counts.total, counts.completed, counts.failed) == (8, 2, 6)
     assert answers(client, batch) == {"a": "answer to a", "b": "answer to Ist das schön? 好"}
+    sent = {question(request): json.loads(request.sampling or "{}") for request, *_ in server.requests}
+    assert (sent["a"]["priority"], sent["Ist das schön? 好"]["priority"]) == (10, 99)
     first = rows(client, batch.output_file_id)[0]
     assert first["error"] is None and first["id"].startswith("batch_req_") and first["response"]["status_code"] == 200
     assert first["response"]["body"]["usage"]["total_tokens"] == 12
     refused = {row["custom_id"]: row["response"] for row in rows(client, batch.error_file_id)}
     said = {name: (row["status_code"], row["body"]["error"]["message"]) for name, row in refused.items()}
+    fault = "the gateway failed at this request; its log says why"
     assert said == {
         "c": (400, "no picture"),
         "d": (400, "functions is not supported by this server"),
         "e": (400, "stream is not possible in a batch"),
+        "f": (429, str(full)),
+        "g": (400, "priority is 2; here it may be 3 or more"),
+        "h": (500, fault),
     }
+    told = capsys.readouterr().err
+    assert "a secret" in told and f"request {refused['h']['request_id']} failed:" in told
 
 
 BAD: list[tuple[str, str | None, str]] = [
@@ -87,7 +104,6 @@ BAD: list[tuple[str, str | None, str]] = [
     (line("f" * 513), None, "custom_id: String should have at most 512"),
     ('{"custom_id": "%s"}' % ("g" * 512), "g" * 512, "method: Field required"),
     (line("a", "again"), None, "custom_id 'a' stands on line 1 already"),
-    ('{"custom_id": "a"}', None, "custom_id 'a' stands on line 1 already"),
 ]
 
 
@@ -174,7 +190,8 @@ def test_a_batch_that_is_ended_keeps_what_it_has(serve: Serve, tmp_path: Path, e
     with pytest.raises(openai.ConflictError, match="still reads this file: cancel it first"):
         client.files.delete(batch.input_file_id)
     if ending == "expired":
-        change(tmp_path, "UPDATE batches SET expires_at = 0")
+        with closing(sqlite3.connect(tmp_path / "batches" / "batches.sqlite", timeout=30)) as database, database:
+            database.execute("UPDATE batches SET expires_at = 0")
     else:
         assert client.batches.cancel(batch.id).status == "cancelling"
     batch = over(client, batch)
@@ -188,17 +205,6 @@ def test_a_batch_that_is_ended_keeps_what_it_has(serve: Serve, tmp_path: Path, e
         assert client.batches.cancel(batch.id).status == "cancelled"
     # Its slots are free again.
     assert answers(client, over(client, create(client, *map(line, "efg")))).keys() == set("efg")
-
-
-def test_questions_of_people_go_first_and_are_answered_meanwhile(serve: Serve) -> None:
-    server = AnsweringServer(slow=[Hang()])
-    client = serve(server)
-    create(client, line("a", "slow"), line("b", priority=-5), line("c", priority=99))
-    until(lambda: sorted(server.asked) == ["b", "c", "slow"])
-    chat = client.chat.completions.create(model="vlm", messages=json.loads(line("me"))["body"]["messages"])
-    assert chat.choices[0].message.content == "answer to me"
-    sent = {question(request): json.loads(request.sampling or "{}") for request, *_ in server.requests}
-    assert [sent[text].get("priority") for text in ("slow", "b", "c", "me")] == [10, 10, 99, None]
 
 
 def test_small_batches_do_not_wait_for_a_large_one(serve: Serve) -> None:
@@ -217,49 +223,6 @@ def test_a_server_that_is_away_or_busy_costs_no_answer(serve: Serve, error: Exce
     client = serve(server)
     batch = over(client, create(client, *map(line, "abcde")))
     assert answers(client, batch) == {name: f"answer to {name}" for name in "abcde"} and batch.error_file_id is None
-
-
-def test_a_request_that_is_refused_for_too_long_or_asks_to_go_before_the_floor_is_an_error_row(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "BUSY_S", 0)
-    client = serve(AnsweringServer(b=[Unavailable("512 requests are in flight")]), priority_floor=3)
-    batch = over(client, create(client, line("a"), line("b"), line("c", priority=2), line("d", priority=3)))
-    refused = {row["custom_id"]: row["response"] for row in rows(client, batch.error_file_id)}
-    assert {name: row["status_code"] for name, row in refused.items()} == {"b": 429, "c": 400}
-    error = refused["c"]["body"]["error"]
-    assert (error["param"], error["message"]) == ("priority", "priority is 2; here it may be 3 or more")
-    assert answers(client, batch).keys() == {"a", "d"}
-
-
-def test_a_line_at_which_the_gateway_itself_fails_is_an_error_row(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real = translation.messages
-
-    def messages(asked: Any, fetched: Any) -> Any:
-        found = real(asked, fetched)
-        if found[0]["content"][0]["text"] == "b":
-            raise ZeroDivisionError("a secret")
-        return found
-
-    monkeypatch.setattr(translation, "messages", messages)
-    client = serve(AnsweringServer())
-    batch = over(client, create(client, *map(line, "abc")))
-    (row,) = rows(client, batch.error_file_id)
-    assert row["custom_id"] == "b" and row["response"]["body"]["error"]["code"] == "gateway_error"
-    told = capsys.readouterr().err
-    assert "secret" not in json.dumps(row) and "a secret" in told
-    assert f"request {row['response']['request_id']} failed:" in told
-
-
-def test_only_one_gateway_of_a_folder_asks(serve: Serve) -> None:
-    servers = AnsweringServer(), AnsweringServer()
-    first, second = map(serve, servers)
-    batches = [create(client, *(line(f"{number}") for number in range(50))) for client in (first, second)]
-    for client, batch in zip((second, first), batches):  # either tells of all
-        assert len(answers(client, over(client, batch))) == 50
-    assert sorted(len(server.asked) for server in servers) == [0, 100]
 
 
 def test_a_start_goes_on_with_what_was_checked_and_what_is_over(serve: Serve, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
 from clients.fake_transport import final
 from gateway_doubles import gateway, listening
 from starlette.applications import Starlette
@@ -100,15 +99,7 @@ def test_the_servers_pages_are_passed_on() -> None:
     assert response.status_code == 503 and one in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("url", "pages"),
-    [
-        ("localhost:8001", ["http://localhost:8002/metrics"]),
-        ("a:8001,b:8011", ["http://a:8002/metrics", "http://b:8012/metrics"]),
-        ("http://a:8000", ["http://a:8002/metrics"]),
-        ("[::1]:8001", ["http://[::1]:8002/metrics"]),
-    ],
-)
-def test_metrics_pages_are_looked_for_beside_the_servers(url: str, pages: list[str]) -> None:
-    assert Settings(url=url).metrics_urls == pages
-    assert Settings(url=url, metrics=("http://m/metrics",)).metrics_urls == ["http://m/metrics"]
+def test_metrics_pages_are_looked_for_beside_the_servers() -> None:
+    assert Settings(url="a:8001,[::1]:8011").metrics_urls == ["http://a:8002/metrics", "http://[::1]:8012/metrics"]
+    assert Settings(url="http://a:8000").metrics_urls == ["http://a:8002/metrics"]
+    assert Settings(metrics=("http://m/metrics",)).metrics_urls == ["http://m/metrics"]

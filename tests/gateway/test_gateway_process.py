@@ -37,11 +37,11 @@ def test_it_ends_in_order_and_leaves_nothing(
     flags = ("--workers", str(workers), "--drain", "0.2", "--batch-folder", str(tmp_path / "new" / "folder"))
     with collecting() as (collector, spans), started(*flags, "--otel", collector) as (process, url):
         assert workers == 1 or wait_until(lambda: len(descendants(process.pid)) > workers)  # and a resource tracker
-        for _ in range(20):
+        for _ in range(10):
             assert answers(url) and httpx.get(f"{url}/v1/batches", trust_env=False).json()["data"] == []
         page = httpx.get(f"{url}/metrics", trust_env=False).text
         counted = dict(line.rsplit(" ", 1) for line in page.splitlines())
-        assert float(counted['tessera_gateway_requests_total{status="200"}']) >= 40
+        assert float(counted['tessera_gateway_requests_total{status="200"}']) >= 20
         completions = f"{url}/v1/chat/completions"  # its server is not there
         refusal = httpx.post(completions, json=ASKED, headers=FROM_ABOVE, timeout=30, trust_env=False)
         assert refusal.status_code == 503 and refusal.json()["error"]["code"] == "server_unavailable"
@@ -64,14 +64,12 @@ def test_a_client_gives_a_quiet_connection_up_before_the_gateway_does() -> None:
     ("flags", "words"),
     [
         (["--workers", "0"], "--workers must be above 0"),
-        (["--timeout", "nan"], "--timeout must be above 0"),
         (["--timeout", "inf"], "at most 1e+09"),
         (["--port", "70000"], "port must be 0-65535"),
         (["--url", "ftp://a"], "not a server address"),
         (["--keys", "/nowhere/keys"], "/nowhere/keys"),
         (["--fetch-from", "a,"], "empty name"),
         (["--batch-folder", "/dev/null/here"], "Not a directory: '/dev/null"),
-        (["--max-file-mib", "0"], "--max-file-mib must be above 0"),
     ],
 )
 def test_what_cannot_work_is_said_in_a_line(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +157,6 @@ def test_what_cannot_work_is_said_before_anything_starts(
         refused(rf"port {port} on 127.0.0.1 is already in use \(--openai-port\)", port=port)
         assert gateway_main(["--port", str(port)]) == 1
         assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
-    refused("the gateway: --max-tokens must be above 0", "--max-tokens=0")
     refused("the gateway: .*No such file or directory: .*/keys", f"--keys={tmp_path}/keys")
     monkeypatch.setattr("tessera.launcher.gateway.NEEDS", ("tessera_gateway", "no_such_package"))
     refused("needs no_such_package, not installed here; --openai-port 0")

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from clients.fake_transport import final
-from gateway_doubles import gateway, listening
+from gateway_doubles import ASKED, gateway, listening
 
 from tessera_gateway import cli, service
 from tessera_wire import __version__
@@ -16,15 +16,9 @@ from tessera_wire.errors import InvalidRequest
 
 @pytest.mark.parametrize(("given", "kept"), [("trace-7.a:b", True), ("a b", False), ("", False), ("x" * 129, False)])
 def test_every_answer_has_an_id(given: str, kept: bool) -> None:
-    door = gateway([final("a")], [InvalidRequest("no")])
-    for response in (
-        door("GET", "/version", headers={"X-Request-Id": given}),
-        door("GET", "/nothing", headers={"X-Request-Id": given}),
-    ):
-        name = response.headers["x-request-id"]
+    for path in ("/version", "/nothing"):
+        name = gateway()("GET", path, headers={"X-Request-Id": given}).headers["x-request-id"]
         assert (name == given) is kept and (kept or name.startswith("req_"))
-    ids = {door.ask().headers["x-request-id"] for _ in range(2)}
-    assert len(ids) == 2
 
 
 def test_a_fault_of_the_gateway_is_in_the_log_by_its_id(
@@ -111,26 +105,45 @@ def test_the_models_context_is_the_shortest_of_the_servers(monkeypatch: pytest.M
     assert door("GET", "/v1/models/vlm").json()["max_model_len"] is None
 
 
+SAMPLING = "sampling_parameters: "
+SCHEMA = {"type": "object"}
+RING = {"type": "function", "function": {"name": "ring"}}
+SAVE = {"type": "function", "function": {"name": "save", "parameters": SCHEMA}}
+NAMED = {"type": "function", "function": {"name": "save"}}
+FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+RESPONSE: dict[str, Any] = {"input": "?", "max_output_tokens": 1}
+
+
 @pytest.mark.parametrize(
-    ("words", "param", "told"),
+    ("fields", "words", "param", "told"),
     [
-        ("sampling_parameters: max_tokens must be above 0", "max_tokens", "max_tokens must be above 0"),
-        ("sampling_parameters: json_schema.items: the keyword 'if' is not supported",
-         "response_format.json_schema.schema.items", "response_format.json_schema.schema.items: the keyword"),
-        ("sampling_parameters: regex: unclosed group (character 1)", "tessera.regex", "tessera.regex: unclosed"),
-        ("sampling_parameters: choices[1] has a lone surrogate", "tessera.choices[1]", "tessera.choices[1] has"),
-        ("sampling_parameters: logprobs is 99; it must be 20 or less", "top_logprobs", "top_logprobs is 99"),
-        ("choices need a checkpoint that names", "tessera.choices", "tessera.choices need a"),
-        ("messages[2].content[0]: role must be one", "messages[2].content[0]", "messages[2].content[0]: role"),
-        ("image 3 is a damaged or truncated JPEG", "messages", "image 3 is"),
-        ("tile policy name 'x' is unknown", "tessera.tile_policy", "tile policy name"),
-        ("the request has no text and no image; send text_input", None, "no image; send messages"),
-        ("input 'text_input' is not valid UTF-8 (byte 1)", "messages", "messages is not valid"),
-        ("900 prompt tokens and 200 for the answer exceed the context of 1000 tokens", "messages", "900 prompt tokens"),
+        ({}, SAMPLING + "max_tokens must be above 0", "max_tokens", "max_tokens must be above 0"),
+        (RESPONSE, SAMPLING + "max_tokens must be above 0", "max_output_tokens", "max_output_tokens must be above 0"),
+        ({}, SAMPLING + "regex: unclosed group (character 1)", "tessera.regex", "tessera.regex: unclosed"),
+        ({}, SAMPLING + "choices[1] has a lone surrogate", "tessera.choices[1]", "tessera.choices[1] has"),
+        ({}, SAMPLING + "logprobs is 99; it must be 20 or less", "top_logprobs", "top_logprobs is 99"),
+        ({}, "choices need a checkpoint that names", "tessera.choices", "tessera.choices need a"),
+        ({}, "messages[2].content[0]: role must be one", "messages[2].content[0]", "messages[2].content[0]: role"),
+        ({}, "image 3 is a damaged or truncated JPEG", "messages", "image 3 is"),
+        ({}, "tile policy name 'x' is unknown", "tessera.tile_policy", "tile policy name"),
+        ({}, "the request has no text and no image; send text_input", None, "no image; send messages"),
+        ({}, "input 'text_input' is not valid UTF-8 (byte 1)", "messages", "messages is not valid"),
+        ({}, "900 prompt tokens and 200 for the answer exceed the context", "messages", "900 prompt tokens"),
+        (RESPONSE, "900 prompt tokens and 200 for the answer exceed the context", "input", "900 prompt tokens"),
+        ({"tools": [RING, SAVE], "tool_choice": NAMED}, "", "tools[1].function.parameters", ""),
+        ({"tools": [RING, SAVE]}, ".$defs.save.properties.a", "tools[1].function.parameters.properties.a", ""),
+        ({"guided_json": SCHEMA}, ".properties.a", "guided_json.properties.a", ""),
+        ({"response_format": FORM}, ".properties.a", "response_format.json_schema.schema.properties.a", ""),
+        (RESPONSE, ".properties.a", "text.format.schema.properties.a", ""),
     ],
-)  # fmt: skip
-def test_a_servers_refusal_names_the_apis_field(words: str, param: str | None, told: str) -> None:
-    error = gateway([InvalidRequest(words)]).ask().json()["error"]
+)
+def test_a_servers_refusal_names_the_apis_field(fields: Any, words: str, param: str | None, told: str) -> None:
+    """A schema's, from a place in it on, has the field that it was sent in."""
+    if not told:
+        words, told = f"{SAMPLING}json_schema{words}: the keyword 'if'", f"{param}: the keyword 'if'"
+    path = "chat/completions" if "input" not in fields else "responses"
+    asked = {**ASKED, **fields} if "input" not in fields else {"model": "vlm", **fields}
+    error = gateway([InvalidRequest(words)])("POST", f"/v1/{path}", json=asked).json()["error"]
     assert error["param"] == param and told in error["message"]
     assert error["code"] == ("context_length_exceeded" if "context" in words else "invalid_request")
     assert "sampling_parameters" not in error["message"] and "text_input" not in error["message"]

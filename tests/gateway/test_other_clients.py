@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 from batch_files import client_of
-from clients.fake_transport import USAGE, FakeTransport, final
-from gateway_doubles import HELLO, Asked, listening
+from clients.fake_transport import USAGE, final
+from gateway_doubles import HELLO, Asked, served
 from PIL import Image
 from pydantic import BaseModel
 
 from tessera_client.messages import Delta
-from tessera_gateway.settings import Settings
 
 pytestmark = pytest.mark.clients
 
@@ -73,8 +72,7 @@ def test_aiperf_with_pictures(tmp_path: Path) -> None:
     checkpoint = Path(__file__).parents[2] / "build" / "default_model" / "checkpoint"
     shape = {"image-width-mean": 448, "image-height-mean": 320, "image-batch-size": 1, "image-format": "jpeg"}
     load = {"request-count": 8, "concurrency": 3, "synthetic-input-tokens-mean": 20, "output-tokens-mean": 5}
-    door = Asked(FakeTransport([[Delta("an "), Delta("answer"), final()]] * 8), Settings())
-    with listening(door.app) as address:
+    with served(*[[Delta("an "), Delta("answer"), final()]] * 8) as (door, address):
         command = [str(aiperf), "profile", "--model", "vlm", "--url", address, "--endpoint-type", "chat", "--streaming"]
         command += ["--tokenizer", str(checkpoint), "--ui", "none", "--output-artifact-dir", str(tmp_path)]
         command += [part for name, value in (shape | load).items() for part in (f"--{name}", str(value))]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import openai
 import pytest
 from clients.fake_transport import final
-from gateway_doubles import HELLO, Asked, gateway
+from gateway_doubles import ASKED, HELLO, Asked, gateway
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from tessera.prompt import grammar
 from tessera.prompt.sampling import SamplingParameters
-from tessera_client import Delta, InvalidRequest
+from tessera_client import Delta
 
 ROOM = {
     "type": "object",
@@ -23,7 +25,6 @@ ROOM = {
 SAVE = {"type": "function", "function": {"name": "save_room", "description": "Keeps a room.", "parameters": ROOM}}
 RING = {"type": "function", "function": {"name": "ring"}}
 NAMED = {"type": "function", "function": {"name": "save_room"}}
-FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": ROOM}}
 ARGUMENTS = '{"name": "hall", "sockets": 2}'
 CALL = f'{{"name": "save_room", "arguments": {ARGUMENTS}}}'
 BEGUN = CALL.index(ARGUMENTS)
@@ -48,23 +49,12 @@ def said(door: Asked, **fields: Any) -> dict[str, Any]:
     return response.json()["choices"][0]
 
 
-def streamed(door: Asked, **fields: Any) -> tuple[str, list[dict[str, Any]], str]:
-    """A stream's words, calls and reason, put together as OpenAI's clients do."""
-    words, calls, reason = "", [], ""
-    for line in door.ask(stream=True, **fields).text.split("\n\n"):
-        if not line.startswith("data: {"):
-            continue
-        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
-        words += choice["delta"].get("content") or ""
-        reason = choice["finish_reason"] or reason
-        for call in choice["delta"].get("tool_calls", ()):
-            assert call["index"] == 0
-            if "id" in call:
-                calls.append(call)
-            else:
-                assert set(call) == {"index", "function"}
-                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
-    return words, calls, reason
+def streamed(client: openai.OpenAI, **fields: Any) -> Any:
+    """A stream's answer, put together by OpenAI's client."""
+    state = ChatCompletionStreamState()
+    for chunk in client.chat.completions.create(**{**ASKED, **fields}, stream=True):
+        state.handle_chunk(chunk)
+    return state.get_final_completion().choices[0]
 
 
 CASES: list[tuple[dict[str, Any], str, str, str, str]] = [
@@ -79,21 +69,24 @@ CASES: list[tuple[dict[str, Any], str, str, str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "text", "words", "name", "reason"), CASES)
-def test_an_answer_becomes_words_or_a_call(fields: Any, text: str, words: str, name: str, reason: str) -> None:
-    door = gateway([final(text)])
-    choice = said(door, **fields)
-    assert allows(asked(door)[0], text)
-    assert (choice["message"]["content"] or "", choice["finish_reason"]) == (words, reason)
-    calls = choice["message"].get("tool_calls", [])
-    made = [("function", {"name": name, "arguments": ARGUMENTS})] if name else []
-    assert [(call["type"], call["function"]) for call in calls] == made
-    assert all(call["id"].startswith("call_") for call in calls)
-    for size in (1, 7):
-        pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        door = gateway([*(Delta(piece) for piece in pieces[:-1]), final(pieces[-1])])
-        heard, streamed_calls, ended = streamed(door, **fields)
-        assert (heard, ended) == (words, reason)
-        assert [call["function"] for call in streamed_calls] == [call["function"] for call in calls]
+def test_an_answer_becomes_words_or_a_call(
+    client: openai.OpenAI,
+    play: Any,
+    door: tuple[Asked, str],
+    fields: Any,
+    text: str,
+    words: str,
+    name: str,
+    reason: str,
+) -> None:
+    pieces = [[text[at : at + size] for at in range(0, len(text), size)] for size in (1, 7)]
+    play([final(text)], *([*map(Delta, most), final(last)] for *most, last in pieces))
+    whole = client.chat.completions.create(**{**ASKED, **fields}).choices[0]
+    assert allows(asked(door[0])[0], text)
+    for choice in (whole, streamed(client, **fields), streamed(client, **fields)):
+        assert (choice.message.content or "", choice.finish_reason) == (words, reason)
+        calls = [(call.type, call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+        assert calls == ([("function", name, ARGUMENTS)] if name else [])
 
 
 def test_nothing_but_a_call_that_fits_can_be_written() -> None:
@@ -164,21 +157,6 @@ def test_earlier_calls_and_what_came_of_them_are_text() -> None:
     assert roles == ["user", "assistant", "user", "assistant"]
     response = "<tool_response>\n{}\n</tool_response>"
     assert texts == ["hello", CALL, response.format("kept") + "\n" + response.format("rung"), "Then:\n" + CALL]
-
-
-@pytest.mark.parametrize(
-    ("fields", "place", "param"),
-    [
-        ({"tools": [RING, SAVE], "tool_choice": NAMED}, "", "tools[1].function.parameters"),
-        ({"tools": [RING, SAVE]}, ".$defs.save_room.properties.a", "tools[1].function.parameters.properties.a"),
-        ({"guided_json": ROOM}, ".properties.a", "guided_json.properties.a"),
-        ({"response_format": FORM}, ".properties.a", "response_format.json_schema.schema.properties.a"),
-    ],
-)
-def test_a_schema_that_the_server_refuses_has_the_name_that_was_sent(fields: Any, place: str, param: str) -> None:
-    words = f"sampling_parameters: json_schema{place}: the keyword 'if' is not supported"
-    error = gateway([InvalidRequest(words)]).ask(**fields).json()["error"]
-    assert (error["param"], error["message"]) == (param, f"{param}: the keyword 'if' is not supported")
 
 
 def test_tools_that_may_not_be_called_change_nothing() -> None:
