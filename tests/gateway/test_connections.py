@@ -110,67 +110,10 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "SWEEP_S", 0.02)
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        GET + b"X: " + b"a" * connections.HEAD_BYTES,
-        GET + b"a" * connections.HEAD_BYTES,
-        b"GET /" + b"a" * connections.HEAD_BYTES,
-        GET + b"X: a\r\n" * connections.HEAD_FIELDS + b"\r\n",
-    ],
-    ids=["value", "name", "address", "fields"],
-)
-@pytest.mark.parametrize("step", [1 << 20, 1000], ids=["at once", "in pieces"])
-@pytest.mark.parametrize("before", [b"", GET + b"\r\n", SIZED + BODY], ids=["first", "second", "behind a body"])
-def test_a_long_header_is_refused(served: Served, head: bytes, step: int, before: bytes) -> None:
-    line = served.line()
-    line.send(before)
-    if before:
-        assert line.answer()[0] == 200
-    line.send(*(head[start : start + step] for start in range(0, len(head), step)))
-    assert line.refusal() == (431, "header_too_large")
-    assert served.counted('requests_total{status="431"}') == 1
-
-
 def test_a_long_header_behind_a_body_in_one_breath(served: Served) -> None:
     line = served.line()
     line.send(SIZED + BODY + GET + b"X: " + b"a" * 2 * connections.HEAD_BYTES)
     assert line.ended() and served.settles("requests_under_way", 0)
-
-
-NAMED = b"X-Request-Id: mine\r\n"
-LONG = b"X: " + b"a" * connections.HEAD_BYTES
-PAST = SIZED[:-2] + b"X-Request-Id: past\r\n\r\n" + BODY
-
-
-@pytest.mark.parametrize(
-    ("parts", "status", "given"),
-    [
-        ((GET, NAMED, LONG), 431, True),
-        ((GET, NAMED, b"X: a"), 408, True),
-        ((SIZED[:-2], NAMED, b"\r\n", BODY[:9]), 408, True),
-        ((GET, NAMED, b"X: a\r\nno field\r\n"), 400, True),
-        ((CHUNKED[:-2], NAMED, b"\r\n", b"no size\r\n"), 400, True),
-        ((POST, NAMED, b"Content-Length: 999999999\r\n\r\n"), 413, True),
-        ((GET, LONG, NAMED), 431, False),
-        ((PAST, GET, LONG), 431, False),
-        ((PAST, b"no request\r\n"), 400, False),
-    ],
-)
-def test_a_refusal_has_the_requests_id(
-    request: pytest.FixtureRequest, served: Served, parts: Any, status: int, given: bool
-) -> None:
-    if status == 408:
-        request.getfixturevalue("hurried")
-    line = served.line()
-    if parts[0] is PAST:
-        line.send(PAST)
-        assert line.answer()[1]["x-request-id"] == "past"
-        parts = parts[1:]
-    line.send(b"".join(parts))
-    answered, fields, _ = line.answer()
-    name = fields["x-request-id"]
-    assert answered == status and (name == "mine" if given else name.startswith("req_"))
 
 
 def test_an_endless_header_ends(served: Served) -> None:
@@ -247,27 +190,52 @@ def test_an_answer_may_take_longer_than_what_is_awaited_of_the_client(hurried: N
         assert line.answer()[0] == 200
 
 
-REFUSED = {
-    "small chunks": (CHUNKED + b"1\r\na\r\n" * 200_000, (400, "invalid_http")),
-    "extensions": (CHUNKED + (b"1;" + b"x" * 2000 + b"\r\na\r\n") * 500, (400, "invalid_http")),
-    "extension": (CHUNKED + b"1;" + b"x" * (1 << 20), (400, "invalid_http")),
-    "trailer": (CHUNKED + b"0\r\nX: " + b"x" * (1 << 20), (400, "invalid_http")),
-    "trailers": (CHUNKED + b"0\r\n" + b"X: x\r\n" * 200_000, (431, "header_too_large")),
-    "the middle of a body": (POST + b"Content-Length: 99000000\r\n\r\n" + b" " * 9_000_000, (413, "body_too_large")),
-    "TLS": (b"\x16\x03\x01\x02\x00", (400, "invalid_http")),
-    "another version": (b"GET / HTTP/9\r\n\r\n", (400, "invalid_http")),
-    "two lengths": (POST + b"Content-Length: 9\r\nContent-Length: 8\r\n", (400, "invalid_http")),
+NAMED = b"X-Request-Id: mine\r\n"
+LONG = b"X: " + b"a" * connections.HEAD_BYTES
+CUT = SIZED[:-2] + NAMED + b"\r\n" + BODY[:9]
+REFUSED: dict[str, tuple[bytes, int, str]] = {
+    "a long value": (GET + NAMED + LONG, 431, "header_too_large"),
+    "a long value before the id": (GET + LONG + NAMED, 431, "header_too_large"),
+    "a long name": (GET + NAMED + b"a" * connections.HEAD_BYTES, 431, "header_too_large"),
+    "a long address": (b"GET /" + b"a" * connections.HEAD_BYTES, 431, "header_too_large"),
+    "many fields": (GET + NAMED + b"X: a\r\n" * connections.HEAD_FIELDS + b"\r\n", 431, "header_too_large"),
+    "half a header": (GET + NAMED + b"X: a", 408, "slow_header"),
+    "half a body": (CUT, 408, "slow_body"),
+    "no field": (GET + NAMED + b"X: a\r\nno field\r\n", 400, "invalid_http"),
+    "no chunk": (CHUNKED[:-2] + NAMED + b"\r\nno size\r\n", 400, "invalid_http"),
+    "small chunks": (CHUNKED + b"1\r\na\r\n" * 200_000, 400, "invalid_http"),
+    "extensions": (CHUNKED + (b"1;" + b"x" * 2000 + b"\r\na\r\n") * 500, 400, "invalid_http"),
+    "extension": (CHUNKED + b"1;" + b"x" * (1 << 20), 400, "invalid_http"),
+    "trailer": (CHUNKED + b"0\r\nX: " + b"x" * (1 << 20), 400, "invalid_http"),
+    "trailers": (CHUNKED + b"0\r\n" + b"X: x\r\n" * 200_000, 431, "header_too_large"),
+    "the middle of a body": (POST + b"Content-Length: 99000000\r\n\r\n" + b" " * 9_000_000, 413, "body_too_large"),
+    "TLS": (b"\x16\x03\x01\x02\x00", 400, "invalid_http"),
+    "another version": (b"GET / HTTP/9\r\n\r\n", 400, "invalid_http"),
+    "two lengths": (POST + NAMED + b"Content-Length: 9\r\nContent-Length: 8\r\n", 400, "invalid_http"),
 }
 
 
-@pytest.mark.parametrize(("sent", "refusal"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("sent", "status", "code"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("before", [b"", SIZED[:-2] + b"X-Request-Id: past\r\n\r\n" + BODY], ids=["first", "second"])
 def test_what_is_refused_before_it_has_come(
-    served: Served, sent: bytes, refusal: tuple[int, str], caplog: pytest.LogCaptureFixture
+    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, sent: bytes, status: int, code: str, before: bytes
 ) -> None:
-    line = served.line()
-    line.send(sent)
-    assert line.refusal() == refusal and served.counted("body_bytes_held") == 0
-    assert served.settles(f'requests_total{{status="{refusal[0]}"}}', 1) and served.counted("requests_under_way") == 0
+    """At once or in pieces, with the id of the request, as far as that has come, and not of the one before."""
+    if status == 408:
+        request.getfixturevalue("hurried")
+    with serving() as served:
+        line = served.line()
+        if before:
+            line.send(before)
+            assert line.answer()[1]["x-request-id"] == "past"
+        line.send(
+            *(sent[start : start + 1000] for start in range(0, len(sent), 1000)) if len(sent) < 20_000 else [sent]
+        )
+        refusal, fields, body = line.answer()
+        assert (refusal, body["error"]["code"], fields["connection"]) == (status, code, "close") and line.ended()
+        assert (fields["x-request-id"] == "mine") is (NAMED in sent.partition(LONG)[0])
+        assert served.settles(f'requests_total{{status="{status}"}}', 1) and served.settles("requests_under_way", 0)
+        assert served.counted("body_bytes_held") == 0
     assert not caplog.records  # or strangers would fill the log
 
 

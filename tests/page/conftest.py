@@ -46,28 +46,27 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[tuple[StandIn, str]]:
+def door() -> Iterator[tuple[StandIn, str]]:
     stand_in = StandIn()
     with listening(stand_in.app) as url:
         stand_in.app.state.metrics_urls = [f"{url}/metrics/servers/0", "http://127.0.0.1:9/metrics"]
         yield stand_in, url
 
 
-@pytest.fixture
-def gateway(address: tuple[StandIn, str]) -> StandIn:
-    stand_in, _ = address
-    stand_in.requests.clear()
-    stand_in.left.clear()
-    stand_in.go_on.clear()
-    stand_in.key = ""
-    stand_in.refusal = None
-    return stand_in
+@pytest.fixture(scope="module")
+def address(door: tuple[StandIn, str]) -> str:
+    return door[1]
 
 
 @pytest.fixture
-def page(chromium: Any, gateway: StandIn, address: tuple[StandIn, str]) -> Iterator[Browser]:
-    browser = Browser(chromium, address[1])
+def gateway(door: tuple[StandIn, str]) -> Iterator[StandIn]:
+    yield door[0]
+    door[0].reset()
+
+
+@pytest.fixture
+def page(chromium: Any, address: str) -> Iterator[Browser]:
+    browser = Browser(chromium, address)
     browser.open()
     yield browser
-    gateway.go_on.set()
     assert browser.complaints() == [], "the browser's console has errors"

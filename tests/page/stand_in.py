@@ -66,11 +66,8 @@ class StandIn:
     whose question holds "slowly" waits for."""
 
     def __init__(self) -> None:
-        self.requests: list[dict[str, Any]] = []
-        self.left: list[str] = []
-        self.key = ""
-        self.refusal: JSONResponse | None = None
         self.go_on = threading.Event()
+        self.reset()
         self.app = FastAPI()
         self.app.include_router(page.router)
         self.app.state.client, self.app.state.settings, self.app.state.counters = Client(), Settings(), Counters()
@@ -79,6 +76,14 @@ class StandIn:
         self.app.get("/v1/models")(lambda: {"object": "list", "data": [{"id": "tessera-small", "object": "model"}]})
         self.app.post("/v1/chat/completions")(self.chat)
         self.app.include_router(service.router)  # after its own: the first that fits answers
+
+    def reset(self) -> None:
+        self.go_on.set()
+        self.go_on = threading.Event()
+        self.requests: list[dict[str, Any]] = []
+        self.left: list[str] = []
+        self.key = ""
+        self.refusal: JSONResponse | None = None
 
     async def chat(self, request: Request) -> Any:
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
@@ -96,11 +101,11 @@ class StandIn:
         return StreamingResponse(self.chunks(body, question), media_type="text/event-stream")
 
     async def chunks(self, body: dict[str, Any], question: str) -> AsyncIterator[str]:
-        labels = body.get("tessera", {}).get("choices")
+        labels, go_on = body.get("tessera", {}).get("choices"), self.go_on
         try:
             for place, word in enumerate((labels[0],) if labels else WORDS):
                 if place == 2 and "slowly" in question:
-                    while not self.go_on.is_set():
+                    while not go_on.is_set():
                         await asyncio.sleep(0.01)
                 yield chunk(choices=[{"index": 0, "delta": {"content": word}, "finish_reason": None}])
                 if "break" in question:

