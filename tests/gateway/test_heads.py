@@ -98,11 +98,13 @@ def test_the_models_context_is_the_shortest_of_the_servers(monkeypatch: pytest.M
         return pages
 
     monkeypatch.setattr(service, "metrics_pages", metrics_pages)
-    door = gateway()
-    assert door("GET", "/v1/models/vlm").json()["max_model_len"] == 2000
-    assert door("GET", "/v1/models").json()["data"][0]["max_model_len"] == 2000
+    door = gateway(model_names=("internvl", "org/other"))
+    listed = door("GET", "/v1/models").json()["data"]
+    assert [(model["id"], model["max_model_len"]) for model in listed] == [("internvl", 2000), ("org/other", 2000)]
+    assert door("GET", "/v1/models/org/other").json() == listed[1]
+    assert door("GET", "/v1/models/vlm").status_code == 404
     pages["b"] = OSError("away")
-    assert door("GET", "/v1/models/vlm").json()["max_model_len"] is None
+    assert door("GET", "/v1/models/internvl").json()["max_model_len"] is None
 
 
 SAMPLING = "sampling_parameters: "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -24,7 +23,7 @@ from server.toy_servers import ECHO, Launched, add_model, all_gone, wait_until
 
 import scene
 from tessera.launcher.guard import descendants
-from tessera.launcher.process import Server, command_line
+from tessera.launcher.process import Server
 from tessera_client import Client
 from tessera_gateway.app import create_app
 from tessera_gateway.settings import Settings
@@ -35,7 +34,7 @@ SOURCES = Path(__file__).resolve().parents[2] / "clients"
 QUESTION = "Is there an exposed wire?"
 
 
-def test_the_launcher_keeps_it_up_and_takes_it_along(tmp_path: Path) -> None:
+def test_the_launcher_starts_it_and_takes_it_along(tmp_path: Path) -> None:
     add_model(tmp_path / "models", "echo", ECHO, "TYPE_STRING")
     port = free_port()
     launched = Launched(tmp_path / "models", tmp_path / "log", "--openai-port", str(port))
@@ -46,12 +45,6 @@ def test_the_launcher_keeps_it_up_and_takes_it_along(tmp_path: Path) -> None:
         assert "nv_inference_request_success" in servers
         # Without the model `vlm` the service is not ready for questions.
         assert httpx.get(f"{url}/health", timeout=10, trust_env=False).status_code == 503
-        (gateway,) = [pid for pid in launched.pids if "tessera_gateway" in " ".join(command_line(pid))]
-        os.kill(gateway, signal.SIGKILL)
-        assert launched.process.stderr is not None and launched.process.stdout is not None
-        assert "the gateway ended: killed by signal 9" in launched.process.stderr.readline()
-        assert "the gateway is ready again" in launched.process.stdout.readline()
-        assert httpx.get(f"{url}/v1/models", timeout=10, trust_env=False).status_code == 200
         pids = descendants(launched.process.pid)
         launched.process.send_signal(signal.SIGTERM)
         assert launched.process.wait(10) == 0
