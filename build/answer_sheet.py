@@ -1,42 +1,66 @@
-"""A picture of pictures: each with its question and the server's answer beneath it."""
+"""A picture of pictures: each with what was asked and answered beneath it."""
 
 from __future__ import annotations
 
+import io
+import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import cv2
-import numpy as np
+from PIL import Image, ImageDraw, ImageFont
 
-CELL = (420, 315)  # width, height of a picture, pixels
-CAPTION = 58
-FONT = cv2.FONT_HERSHEY_SIMPLEX
-RIGHT, WRONG, INK = (60, 130, 30), (40, 40, 200), (40, 40, 40)  # BGR
+CELL = (420, 315)  # most width and height of a picture, pixels
+GAP, LINE = 10, 17
+LETTERS, LINES = 48, 6  # of a line, and of an entry's text
+FONT = Path(__file__).parent / "document_model" / "pages" / "fonts" / "Cousine-Regular.ttf"
+RIGHT, WRONG = "#1a7f37", "#cf222e"
 
 
-def write(path: Path, entries: Sequence[tuple[Path, str, str, bool]], columns: int = 3) -> None:
-    """Writes the sheet as JPEG.
+@dataclass(frozen=True)
+class Entry:
+    """``lines``: texts and their colours; long ones are broken, and cut."""
 
-    Args:
-        path: where to.
-        entries: of each picture its file, the question, the answer, and whether the answer is right.
-        columns: pictures in a row.
-    """
-    cells = [_cell(*entry) for entry in entries]
-    cells += [np.full_like(cells[0], 255)] * (-len(cells) % columns)
-    rows = [np.hstack(cells[i : i + columns]) for i in range(0, len(cells), columns)]
+    picture: Image.Image
+    lines: Sequence[tuple[str, str]]
+
+
+def write(path: Path, entries: Sequence[Entry], columns: int = 3, most_bytes: int | None = None) -> None:
+    """A JPEG file, or a lossless WebP file of few colours, by the path's ending; made smaller until it has no more than
+    ``most_bytes``."""
+    cells = [_cell(entry) for entry in entries]
+    heights = [max(cell.height for cell in cells[at : at + columns]) for at in range(0, len(cells), columns)]
+    sheet = Image.new("RGB", (columns * (CELL[0] + GAP), sum(heights)), "white")
+    for index, cell in enumerate(cells):
+        row, column = divmod(index, columns)
+        sheet.paste(cell, (column * (CELL[0] + GAP), sum(heights[:row])))
+    while len(data := _encoded(sheet, path.suffix)) > (most_bytes or len(data)):
+        sheet = sheet.resize((sheet.width * 9 // 10, sheet.height * 9 // 10), Image.Resampling.LANCZOS)
     path.parent.mkdir(parents=True, exist_ok=True)
-    cv2.imwrite(str(path), np.vstack(rows), [cv2.IMWRITE_JPEG_QUALITY, 85])
+    path.write_bytes(data)
 
 
-def _cell(file: Path, question: str, answer: str, right: bool) -> np.ndarray:
-    picture = cv2.imread(str(file))
-    scale = min(CELL[0] / picture.shape[1], CELL[1] / picture.shape[0])
-    small = cv2.resize(picture, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA)
-    cell = np.full((CELL[1] + CAPTION, CELL[0] + 10, 3), 255, np.uint8)
-    left = (CELL[0] - small.shape[1]) // 2 + 5
-    cell[: small.shape[0], left : left + small.shape[1]] = small
-    size = min(0.42, 0.42 * CELL[0] / cv2.getTextSize(question, FONT, 0.42, 1)[0][0])
-    cv2.putText(cell, question, (5, CELL[1] + 18), FONT, size, INK, 1, cv2.LINE_AA)
-    cv2.putText(cell, answer, (5, CELL[1] + 42), FONT, 0.6, RIGHT if right else WRONG, 1, cv2.LINE_AA)
+def _cell(entry: Entry) -> Image.Image:
+    picture = entry.picture.convert("RGB")
+    picture.thumbnail(CELL, Image.Resampling.LANCZOS)
+    lines = [
+        (line, colour)
+        for text, colour in entry.lines
+        for line in textwrap.wrap(text, LETTERS, max_lines=LINES, placeholder=" ...")
+    ]
+    cell = Image.new("RGB", (CELL[0] + GAP, picture.height + LINE * len(lines) + 2 * GAP), "white")
+    cell.paste(picture, ((cell.width - picture.width) // 2, 0))
+    font = ImageFont.truetype(FONT, 14)
+    for number, (line, colour) in enumerate(lines):
+        ImageDraw.Draw(cell).text((GAP, picture.height + LINE * number + GAP // 2), line, colour, font)
     return cell
+
+
+def _encoded(sheet: Image.Image, suffix: str) -> bytes:
+    file = io.BytesIO()
+    if suffix == ".webp":
+        few = sheet.quantize(64, dither=Image.Dither.NONE).convert("RGB")
+        few.save(file, "WebP", lossless=True, quality=100)
+    else:
+        sheet.save(file, "JPEG", quality=85)
+    return file.getvalue()

@@ -19,6 +19,8 @@ from typing import Any
 
 import answer_sheet
 import demo_documents
+from answer_sheet import RIGHT, WRONG
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
@@ -70,10 +72,13 @@ def main() -> int:
             seconds = time.perf_counter() - started
         if arguments.sheet:
             entries = [
-                (path, item.question, answer.text.strip(), is_right(item, answer))
-                for (path, item), (_, answer) in zip(files, answers)
+                answer_sheet.Entry(
+                    Image.open(path),
+                    [(item.question, "black"), (answer.text, RIGHT if is_right(item, answer) else WRONG)],
+                )
+                for (path, item), (_, answer) in zip(files[:9], answers)
             ]
-            answer_sheet.write(arguments.sheet, entries[:9])
+            answer_sheet.write(arguments.sheet, entries)
     console.print(table(files, answers))
     correct = sum(is_right(item, answer) for (_, item), (_, answer) in zip(files, answers))
     summary = {

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from random import Random
 
 import numpy as np
-from document_shape import GROUP, LEAST_PIXELS, MERGE, MOST_PIXELS, PATCH
 from document_tokens import ChatTokens
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from pages import KINDS, NOT_READ, Block, Box, Page
 
+PATCH, MERGE = 14, 2
+GROUP = PATCH * MERGE
+LEAST_PIXELS, MOST_PIXELS = 4 * GROUP**2, 2048 * GROUP**2
 LAYOUT_SIDE = 1036
 LEAST_EDGE, MOST_ASPECT = 28, 50
 """MinerU's client enlarges what is thinner than this, and pads what is longer than this many times its width."""

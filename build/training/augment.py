@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from architecture import PATCH, TILE
 
-from scene.geometry import tile_grid
+from scene.geometry import TILE, tile_grid
 
+PATCH = 28
 GRID = TILE // PATCH
 
 
@@ -57,25 +57,11 @@ def random_policy(rng: random.Random) -> Policy:
     return Policy(1, rng.randint(1, 12), rng.choice(("auto", "auto", "never", "always")))
 
 
-def cut(picture: torch.Tensor, plan: Layout) -> torch.Tensor:
-    """uint8 [H,W,3] to uint8 [tiles,3,448,448], row by row, the thumbnail last; resized as Pillow's BICUBIC does."""
-    chw = picture.permute(2, 0, 1)[None].float()
+class Cutter:
+    """Cuts pictures into tiles, row by row, the thumbnail last, resized as Pillow's BICUBIC within a few grey levels.
 
-    def resized(height: int, width: int) -> torch.Tensor:
-        out = chw
-        if chw.shape[2:] != (height, width):
-            out = F.interpolate(chw, (height, width), mode="bicubic", antialias=True, align_corners=False)
-        return out.round().clamp(0, 255).to(torch.uint8)
-
-    whole = resized(TILE * plan.rows, TILE * plan.columns)
-    tiles = whole.view(3, plan.rows, TILE, plan.columns, TILE).permute(1, 3, 0, 2, 4).reshape(-1, 3, TILE, TILE)
-    return torch.cat([tiles, resized(TILE, TILE)]) if plan.thumbnail else tiles
-
-
-class QuickCutter:
-    """`cut` as two half-precision matrix products a picture: within one grey level, and several times as fast on a GPU.
-
-    The matrices are kept: pictures come in few sizes.
+    Two half-precision matrix products a picture, several times as fast on a GPU as its own resizing. The matrices are
+    kept: pictures come in few sizes.
     """
 
     def __init__(self, device: torch.device):
@@ -97,7 +83,7 @@ class QuickCutter:
         return self._matrices[size, target]
 
     def __call__(self, picture: torch.Tensor, plan: Layout, out: torch.Tensor) -> None:
-        """Writes uint8 [tiles, 3, 448, 448] into `out`."""
+        """Writes uint8 [tiles, 3, 448, 448] of uint8 [H, W, 3] into `out`."""
         height, width = picture.shape[:2]
         chw = picture.permute(2, 0, 1).to(self._dtype)
 
@@ -121,7 +107,7 @@ def random_gain(rng: random.Random) -> list[list[float]]:
 
 
 def tile_windows(plan: Layout) -> list[tuple[float, float, float, float]]:
-    """Each tile's (x0, y0, x1, y1) as fractions of the picture, in the order of `cut`."""
+    """Each tile's (x0, y0, x1, y1) as fractions of the picture, in the order of `Cutter`."""
     c, r = plan.columns, plan.rows
     windows = [(x / c, y / r, (x + 1) / c, (y + 1) / r) for y in range(r) for x in range(c)]
     return windows + [(0.0, 0.0, 1.0, 1.0)] * plan.thumbnail

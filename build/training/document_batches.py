@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from random import Random
 
 import numpy as np
+import torch
 from document_samples import TARGETS, Sample, block_sample, layout_sample, line_samples, read_blocks
 from document_tokens import IMAGE_PAD, PAD, ChatTokens
+from feed import Feed, Item
 from PIL import Image
 
 import pages
 
+SLOT_BYTES, SLOTS = 160 << 20, 2
 PENALTIES = {"layout": (0.0, 0.0), "text": (1.0, 0.05), "equation": (1.0, 0.05), "table": (1.0, 0.005)}
 """Presence and frequency penalty of MinerU's client, by step."""
 
@@ -43,9 +46,9 @@ class Chunk:
     ``patches`` uint8 [.., patches, 196], ``places`` int16 [.., patches, 2], ``lengths`` int32, ``dense`` int16 [..,
     patches, 3]; ``ids`` int32 [.., tokens], ``positions`` int32 [3, .., tokens]; flat places of rows in rows and in
     ids: ``source``, ``to`` int64; flat places whose next token is an answer's: ``asked`` int64, with ``labels`` int64
-    and the number of the answer's token ``nth`` int64; ``penalties`` float32 [.., 2]; ``prompts`` int32: tokens before
-    answers. Of layouts with answers also ``blocks`` int16 [.., blocks, 5], and ``line`` int16 [.., tokens]: the number
-    of the block in whose line of the answer the next token stands, 0: in none.
+    and the number of the answer's token ``nth`` int64; ``penalties`` float32 [.., 2]. Of layouts also ``blocks`` int16
+    [.., blocks, 5], and ``line`` int16 [.., tokens]: the number of the block in whose line of the answer the next token
+    stands, 0: in none.
     """
 
     layout: bool
@@ -56,14 +59,17 @@ class Chunk:
         return len(self.arrays["labels"])
 
 
-def chunk(samples: Sequence[Sample], tokens: ChatTokens, answers: bool = True) -> Chunk:
-    """``answers`` False leaves them out, to be generated."""
+def prompt(sample: Sample, tokens: ChatTokens) -> list[int]:
+    """The tokens before an answer."""
+    return [*tokens.head, *[IMAGE_PAD] * (len(sample.patches) // 4), *tokens.tails[sample.step]]
+
+
+def chunk(samples: Sequence[Sample], tokens: ChatTokens) -> Chunk:
     count, most, layout = len(samples), max(len(s.patches) for s in samples), samples[0].step == "layout"
     if not layout:  # whose samples are equally long and take no mask, which wants multiples of 16
         most = -(-most // 16) * 16
-    prompts = [[*tokens.head, *[IMAGE_PAD] * (len(s.patches) // 4), *tokens.tails[s.step]] for s in samples]
-    told = [sample.answer[:-1] if answers else [] for sample in samples]
-    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, told))
+    prompts = [prompt(sample, tokens) for sample in samples]
+    width = max(len(before) + len(sample.answer) - 1 for before, sample in zip(prompts, samples))
     held = {
         "patches": np.full((count, most, samples[0].patches.shape[1]), 255, np.uint8),
         "places": np.zeros((count, most, 2), np.int16),
@@ -72,32 +78,29 @@ def chunk(samples: Sequence[Sample], tokens: ChatTokens, answers: bool = True) -
         "ids": np.full((count, width), PAD, np.int32),
         "positions": np.zeros((3, count, width), np.int32),
         "penalties": np.array([PENALTIES[sample.step] for sample in samples], np.float32),
-        "prompts": np.array(list(map(len, prompts)), np.int32),
     }
-    located = layout and answers  # where answers look is a matter of training
-    if located:
+    if layout:
         most_blocks = max(0 if s.blocks is None else len(s.blocks) for s in samples)
         held["blocks"] = np.zeros((count, most_blocks, 5), np.int16)
         held["line"] = np.zeros((count, width), np.int16)
     flat: dict[str, list[np.ndarray]] = {name: [] for name in ("source", "to", "asked", "labels", "nth")}
     for index, sample in enumerate(samples):
-        patches, rows, prompt = len(sample.patches), len(sample.patches) // 4, prompts[index]
+        patches, rows, before, told = len(sample.patches), len(sample.patches) // 4, prompts[index], sample.answer[:-1]
         held["patches"][index, :patches], held["places"][index, :patches] = sample.patches, sample.places
         held["dense"][index, :patches] = sample.dense
-        line = [*prompt, *told[index]]
+        line = [*before, *told]
         held["ids"][index, : len(line)] = line
         held["positions"][:, index, : len(line)] = positions(len(tokens.head), sample.places, len(line))
         flat["source"].append(index * (most // 4) + np.arange(rows))
         flat["to"].append(index * width + len(tokens.head) + np.arange(rows))
-        if located and sample.blocks is not None:
+        if sample.blocks is not None:
             held["blocks"][index, : len(sample.blocks)] = sample.blocks
-            lines = 1 + np.cumsum(np.array(told[index]) == tokens.newline)
-            held["line"][index, len(prompt) - 1 : len(prompt) - 1 + len(lines)] = lines
-        if answers:
-            flat["asked"].append(index * width + len(prompt) - 1 + np.arange(len(sample.answer)))
-            flat["labels"].append(np.array(sample.answer))
-            flat["nth"].append(np.arange(len(sample.answer)))
-    held |= {name: np.concatenate(parts).astype(np.int64) for name, parts in flat.items() if parts}
+            lines = 1 + np.cumsum(np.array(told) == tokens.newline)
+            held["line"][index, len(before) - 1 : len(before) - 1 + len(lines)] = lines
+        flat["asked"].append(index * width + len(before) - 1 + np.arange(len(sample.answer)))
+        flat["labels"].append(np.array(sample.answer))
+        flat["nth"].append(np.arange(len(sample.answer)))
+    held |= {name: np.concatenate(parts).astype(np.int64) for name, parts in flat.items()}
     return Chunk(layout, held)
 
 
@@ -112,7 +115,7 @@ def positions(head: int, places: np.ndarray, length: int) -> np.ndarray:
     return found
 
 
-def chunks(samples: Sequence[Sample], tokens: ChatTokens, budget: int, answers: bool = True) -> Iterator[Chunk]:
+def chunks(samples: Sequence[Sample], tokens: ChatTokens, budget: int) -> Iterator[Chunk]:
     """Samples by size, as many in a chunk as ``budget`` patches hold with their padding; where it would be much, a
     chunk of a fair size ends early."""
     waiting: list[Sample] = []
@@ -123,14 +126,14 @@ def chunks(samples: Sequence[Sample], tokens: ChatTokens, budget: int, answers: 
             or (len(waiting) + 1) * size > budget
             or (size > 1.6 * len(waiting[0].patches) and len(waiting) * size > budget // 6)
         ):
-            yield chunk(waiting, tokens, answers)
+            yield chunk(waiting, tokens)
             waiting = []
         waiting.append(sample)
     if waiting:
-        yield chunk(waiting, tokens, answers)
+        yield chunk(waiting, tokens)
 
 
-def batch(number: int, plan: Plan, tokens: ChatTokens, split: str = "train") -> list[Chunk]:
+def batch(number: int, plan: Plan, tokens: ChatTokens) -> list[Chunk]:
     """The chunks of batch ``number``."""
     number = number % plan.repeat if plan.repeat else number
     dice = Random(f"batch/{number}")
@@ -138,7 +141,7 @@ def batch(number: int, plan: Plan, tokens: ChatTokens, split: str = "train") -> 
     layouts, used, page_number = 0, 0, 0
     while used < plan.patches or layouts < plan.layouts:
         # No two batches share a page: a batch has far fewer than 10,000.
-        page = pages.sample(number * 10_000 + page_number, split)
+        page = pages.sample(number * 10_000 + page_number)
         page_number += 1
         if layouts < plan.layouts:
             samples.append(layout_sample(page, tokens))
@@ -171,3 +174,44 @@ def _of_block(
         yield from line_samples(page, picture, block, tokens, dice, most=dice.choice((3, 20)))
     else:
         yield block_sample(page, picture, block, tokens, dice)
+
+
+class Batch:
+    """A chunk's arrays as tensors on the device, copied."""
+
+    def __init__(
+        self, chunk: Chunk, patches: np.ndarray, device: torch.device, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        self.layout, self.answered = chunk.layout, chunk.answered
+        self.patch_count = int(chunk.arrays["lengths"].sum())
+        self.full = len(chunk.arrays["lengths"]) * patches.shape[1] == self.patch_count
+        self.longest_answer = int(chunk.arrays["nth"].max()) + 1
+        held = {name: torch.from_numpy(array) for name, array in {**chunk.arrays, "patches": patches}.items()}
+        with torch.cuda.stream(stream):  # beside the training's own, or a copy would wait for all that is queued there
+            self.tensors = {name: array.to(device, copy=True) for name, array in held.items()}
+        if stream is not None:
+            for tensor in self.tensors.values():
+                tensor.record_stream(torch.cuda.default_stream())
+
+
+class DocumentFeed(Feed):
+    """Batches from number ``first`` on, on the device."""
+
+    def __init__(self, plan: Plan, first: int, workers: int, device: torch.device) -> None:
+        tokens = ChatTokens()
+
+        def make(number: int) -> Item:
+            made = batch(number, plan, tokens)
+            return made, [chunk.arrays.pop("patches") for chunk in made]
+
+        super().__init__(make, first, workers, SLOTS, SLOT_BYTES)
+        self._device = device
+
+    def next(self) -> list[Batch]:
+        stream = torch.cuda.Stream() if self._device.type == "cuda" else None
+        with self.item() as found:
+            assert found is not None
+            batches = [Batch(chunk, patches, self._device, stream) for chunk, patches in zip(*found, strict=True)]
+            if stream is not None:
+                stream.synchronize()
+        return batches

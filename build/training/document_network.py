@@ -7,16 +7,15 @@ other; a test holds it equal to transformers' own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from document_samples import BEGINS, ENDS, NUMBER
-from document_shape import IMAGE_MEAN, IMAGE_STD
-from document_tokens import IM_END
 from torch import nn
-from transformers import DynamicCache, Qwen2VLForConditionalGeneration
+from transformers import Qwen2VLForConditionalGeneration
+
+IMAGE_MEAN, IMAGE_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def _turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
@@ -94,22 +93,18 @@ def text_states(
     model: Qwen2VLForConditionalGeneration,
     x: torch.Tensor,
     positions: torch.Tensor,
-    entering: list[torch.Tensor] | None = None,
-    mask: torch.Tensor | None = None,
-    cache: DynamicCache | None = None,
+    entering: list[torch.Tensor],
 ) -> torch.Tensor:
-    """Embeddings [batch, length, width] at ``positions`` [3, batch, length] to last hidden states: causally, or as
-    ``mask`` bool [batch, 1, length, keys] says. ``entering`` is given the states that enter each layer."""
+    """Embeddings [batch, length, width] at ``positions`` [3, batch, length] to last hidden states; ``entering`` gets
+    the states that enter each layer."""
     out = model.model.language_model(
         inputs_embeds=x,
-        attention_mask={"full_attention": mask},
+        attention_mask={"full_attention": None},
         position_ids=positions,
-        past_key_values=cache,
-        use_cache=cache is not None,
-        output_hidden_states=entering is not None,
+        use_cache=False,
+        output_hidden_states=True,
     )
-    if entering is not None:
-        entering += out.hidden_states[:-1]
+    entering += out.hidden_states[:-1]
     return out.last_hidden_state
 
 
@@ -239,49 +234,3 @@ def _blocks_of(blocks: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tenso
 def _distance(sides: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """Between sides [..., 4] in parts of a page and those of ``blocks`` [..., 5], where there is one, summed."""
     return ((sides - blocks[..., 1:] / 1000).abs() * (blocks[..., :1] > 0)).sum()
-
-
-@torch.inference_mode()
-def generate(
-    model: Qwen2VLForConditionalGeneration,
-    x: torch.Tensor,
-    lengths: torch.Tensor,
-    positions: torch.Tensor,
-    penalties: torch.Tensor,
-    most: int,
-) -> list[list[int]]:
-    """Greedy answers of at most ``most`` tokens, without what ends them.
-
-    ``x`` [batch, length, width] are the prompts' embeddings, ``lengths`` [batch] of them real, ``positions`` [3, batch,
-    length]; ``penalties`` [batch, 2] are taken off a token's logit: once, and for each time that it was answered.
-    """
-    batch, device = len(x), x.device
-    cache = DynamicCache(config=model.config.text_config)
-    hidden = text_states(model, x, positions, cache=cache)
-    seen = (
-        torch.arange(x.shape[1] + most, device=device) < lengths[:, None]
-    )  # answers stand behind all prompts' padding
-    seen[:, x.shape[1] :] = True
-    samples = torch.arange(batch, device=device)
-    last = hidden[samples, lengths - 1]
-    place = positions.amax(0)[samples, lengths - 1]
-    counts = torch.zeros(batch, model.config.text_config.vocab_size, device=device)
-    answers, done = [], torch.zeros(batch, dtype=torch.bool, device=device)
-    for step in range(most):
-        logits = model.lm_head(last).float()
-        logits -= penalties[:, :1] * (counts > 0) + penalties[:, 1:] * counts
-        chosen = logits.argmax(-1)
-        answers.append(chosen)
-        done |= chosen == IM_END
-        if step % 16 == 15 and bool(done.all()):
-            break
-        counts[samples, chosen] += 1
-        place = place + 1
-        x = model.model.language_model.embed_tokens(chosen)[:, None]
-        mask = seen[:, None, None, : cache.get_seq_length() + 1]
-        last = text_states(model, x, place.expand(3, 1, -1).transpose(1, 2), mask=mask, cache=cache)[:, 0]
-    return [_ended(row) for row in torch.stack(answers, 1).tolist()]
-
-
-def _ended(ids: Sequence[int]) -> list[int]:
-    return list(ids[: ids.index(IM_END)] if IM_END in ids else ids)

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from document_batches import Plan
-from document_feed import Batch, Feed
+from checkpoints import DOCUMENTS, fresh_model
+from document_batches import Batch, DocumentFeed, Plan
 from document_network import LOOKING, DenseHead, embedded, image_rows, looking_loss, patch_states, text_states
-from document_shape import build_model, save_model
 from document_tokens import ChatTokens
-from evaluate_documents import HeldOut
+from evaluate import HeldOut
 from trainer import Trainer
 from transformers import Qwen2VLForConditionalGeneration
 
@@ -61,14 +60,17 @@ class DocumentTrainer(Trainer):
     """Its batches are a few chunks each. LOSSES are of answers and patches of crops, of answers and patches of pages,
     and of where answers look there."""
 
+    CHECKPOINT = DOCUMENTS
     LOSSES = {"read": 1.0, "letters": 0.5, "layout": 3.0, "blocks": 0.25, "looking": 1.0}  # noqa: RUF012
     WARM_UP = 100
 
-    def __init__(self, tokens: ChatTokens, device: torch.device, lr: float, compiled: bool = False) -> None:
-        model = build_model()
+    def __init__(
+        self, tokens: ChatTokens, device: torch.device, lr: float, compiled: bool = False, like: Path = DOCUMENTS
+    ) -> None:
+        model = fresh_model(like)
         widths = model.config.vision_config.embed_dim, model.config.text_config.hidden_size
         inside = (model.model.visual, model.model.language_model.layers)
-        super().__init__(model, DenseHead(*widths, tokens.size, len(KINDS)), inside, device, lr)
+        super().__init__(model, DenseHead(*widths, tokens.size, len(KINDS)), inside, device, lr, like)
         self._head_tokens, self.all_penalties = len(tokens.head), False
         self.held_out = HeldOut(0, tokens)
         self._see, self._say = patch_states, text_states
@@ -83,11 +85,13 @@ class DocumentTrainer(Trainer):
             parser.add_argument(f"--{name}", type=int, help=f"of document_batches.Plan ({getattr(Plan, name)})")
 
     @classmethod
-    def open(cls, arguments: argparse.Namespace, first: int, device: torch.device) -> tuple[DocumentTrainer, Feed]:
+    def open(
+        cls, arguments: argparse.Namespace, first: int, device: torch.device
+    ) -> tuple[DocumentTrainer, DocumentFeed]:
         tokens = ChatTokens()
         given = {name: value for name in PLANNED if (value := getattr(arguments, name)) is not None}
-        feed = Feed(replace(Plan(), **given), first, arguments.workers, device)
-        trainer = cls(tokens, device, arguments.lr, arguments.compile)
+        feed = DocumentFeed(replace(Plan(), **given), first, arguments.workers, device)
+        trainer = cls(tokens, device, arguments.lr, arguments.compile, arguments.like)
         trainer.held_out, trainer.all_penalties = HeldOut(arguments.held_out, tokens), bool(arguments.begin)
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans 15 ms for every new shape, and nearly every chunk is one
         if arguments.begin and not first:
@@ -126,7 +130,7 @@ class DocumentTrainer(Trainer):
             states = self._see(self.model, held["patches"], held["places"], lengths, gain)
             x = embedded(self.model, held["ids"], image_rows(self.model, states), held["source"], held["to"])
             entering: list[torch.Tensor] = []
-            hidden = self._say(self.model, x, held["positions"], entering=entering)
+            hidden = self._say(self.model, x, held["positions"], entering)
             logits = self.model.lm_head(hidden.flatten(0, 1)[held["asked"]]).float()
             if batch.layout:
                 rows = entering[LOOKING[0]].flatten(0, 1)[held["to"]].view(len(states), -1, hidden.shape[-1])
@@ -152,6 +156,3 @@ class DocumentTrainer(Trainer):
         weights = Qwen2VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
         for model in (self.model, self.average):
             model.load_state_dict(weights)
-
-    def save_checkpoint(self, folder: Path) -> None:
-        save_model(folder, self.average.state_dict())

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from architecture import IMAGE_MEAN, IMAGE_STD
 from augment import GRID
 from sequences import attention_mask
 from torch import nn
 from transformers import InternVLForConditionalGeneration
+
+IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def patch_states(

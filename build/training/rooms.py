@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from architecture import TILE, build_model, save_model
-from augment import QuickCutter, patch_targets
+from augment import Cutter, patch_targets
+from checkpoints import ROOMS, fresh_model
 from room_feed import Asking, Batch, RoomFeed
 from room_network import DenseHead, image_rows, patch_states, text_states
 from sequences import ChatTokens
+from torch import nn
 from trainer import Trainer
 
 import scene
+from scene.geometry import TILE
 
 SHARE = {"hazard": 1.5, "count": 0.4, "colour": 0.12, "position": 0.25, "description": 3.0}
 
@@ -41,22 +43,31 @@ def question_share(hazards: Iterable[str]) -> Callable[[tuple[str, ...]], float]
 class RoomTrainer(Trainer):
     """Its batches are of one number of tiles each."""
 
+    CHECKPOINT = ROOMS
     LOSSES = {"answer": 1.0, "dense": 1.0}  # noqa: RUF012
     WARM_UP = 300
     WORLD: Any = scene
 
     def __init__(
-        self, chat: ChatTokens, classes: int, tiles: int, device: torch.device, lr: float, compiled: bool = False
+        self,
+        chat: ChatTokens,
+        classes: int,
+        tiles: int,
+        device: torch.device,
+        lr: float,
+        compiled: bool = False,
+        like: Path = ROOMS,
     ) -> None:
-        model = build_model()
-        inside = (
-            model.model.vision_tower,
-            model.model.language_model.layers,
-            model.model.multi_modal_projector,
-        )
-        super().__init__(model, DenseHead(model.config.vision_config.hidden_size, classes), inside, device, lr)
+        model = fresh_model(like)
+        # transformers starts the position table at zero; a small random start lets attention tell places apart at once.
+        embeddings = model.model.vision_tower.embeddings
+        for table in (embeddings.position_embeddings, embeddings.cls_token):
+            nn.init.normal_(table, std=0.02)
+        inside = (model.model.vision_tower, model.model.language_model.layers, model.model.multi_modal_projector)
+        head = DenseHead(model.config.vision_config.hidden_size, classes)
+        super().__init__(model, head, inside, device, lr, like)
         self.chat, self.classes, self.tiles = chat, classes, tiles
-        self._cutter = QuickCutter(device)
+        self._cutter = Cutter(device)
         self._prefixes: dict[int, torch.Tensor] = {}
         self._see = torch.compile(self._look) if compiled else self._look
 
@@ -72,13 +83,13 @@ class RoomTrainer(Trainer):
 
     @classmethod
     def open(cls, arguments: argparse.Namespace, first: int, device: torch.device) -> tuple[RoomTrainer, RoomFeed]:
-        """Its tokenizer must be in --out already."""
         if arguments.tiles < 13:
             raise ValueError(f"--tiles must be at least 13 (12 and a thumbnail), got {arguments.tiles}")
-        chat, classes = ChatTokens(Path(arguments.out) / "tokenizer.json"), class_names(cls.WORLD)
+        chat, classes = ChatTokens(), class_names(cls.WORLD)
         asking = Asking(chat, question_share(cls.WORLD.HAZARDS), arguments.questions, arguments.length)
         feed = RoomFeed(cls.WORLD, asking, classes, arguments, first, device)
-        return cls(chat, len(classes), arguments.tiles, device, arguments.lr, arguments.compile), feed
+        shape = (chat, len(classes), arguments.tiles)
+        return cls(*shape, device, arguments.lr, arguments.compile, arguments.like), feed
 
     def _look(
         self,
@@ -130,6 +141,3 @@ class RoomTrainer(Trainer):
             logits = self.model.lm_head(states.flatten(0, 1)[held["asked"]])
         each = F.cross_entropy(logits.float(), held["labels"], reduction="none")
         yield {"answer": (each * held["weights"]).sum() / held["weights"].sum(), "dense": dense}
-
-    def save_checkpoint(self, folder: Path) -> None:
-        save_model(folder, self.average)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
-from architecture import IM_END, IMG_CONTEXT, PAD, TOKENS_PER_TILE
+from checkpoints import IM_END, PAD, ROOMS
 from tokenizers import Tokenizer
 
+IMG_CONTEXT = 5
+TOKENS_PER_TILE = 64
 IGNORE = -100
 
 
@@ -29,11 +30,11 @@ class Branch:
 class ChatTokens:
     """The chat template with a picture first, cut into the pieces that training packs."""
 
-    def __init__(self, tokenizer_file: str | Path):
-        self.tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    def __init__(self) -> None:
+        self.tokenizer = Tokenizer.from_file(str(ROOMS / "tokenizer.json"))
         self.head = self._encode("<|im_start|>user\n<img>")
         self.tail = self._encode("</img>\n")
-        self.turn = self._encode("<|im_end|>\n<|im_start|>assistant\n")
+        self._turn = self._encode("<|im_end|>\n<|im_start|>assistant\n")
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -44,14 +45,7 @@ class ChatTokens:
 
     def branch(self, question: str, answer: str) -> Branch:
         answer_ids = [*self._encode(answer), IM_END]
-        return Branch((*self._encode(question), *self.turn, *answer_ids), len(answer_ids))
-
-    def question(self, question: str) -> list[int]:
-        """Ids from the question to where the answer starts."""
-        return [*self._encode(question), *self.turn]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return Branch((*self._encode(question), *self._turn, *answer_ids), len(answer_ids))
 
 
 @dataclass(frozen=True)

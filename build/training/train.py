@@ -3,6 +3,7 @@
     python build/training/train.py rooms --state run --out checkpoint --minutes 13 --workers 15 --compile
     python build/training/train.py documents --state run --out checkpoint --minutes 25 --workers 15
 
+A new checkpoint has the tracked one's shape, tokenizer and processor, or those of `--like`.
 Resumable: `--state` holds weights, their average, optimizers and progress, saved every `--save-minutes`; a run started
 on it goes on from there. The learning rate follows the share of `--minutes` (or `--steps`) that all runs on this state
 have used. Prints a line every `--report-seconds` and JSON at the end.
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("default_model", "document_model"))
+sys.path.extend(str(Path(__file__).resolve().parents[1] / room) for room in ("", "default_model", "document_model"))
 
 from document_trainer import DocumentTrainer
 from rooms import RoomTrainer
@@ -31,7 +32,6 @@ MODELS: dict[str, type[Trainer]] = {"rooms": RoomTrainer, "documents": DocumentT
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Trains until the budget is used; returns the summary."""
-    sys.setswitchinterval(5e-4)  # the feeding threads must not hold up kernel launches
     state, device = Path(arguments.state), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     progress_file = state / "progress.json"
     first = json.loads(progress_file.read_text())["step"] if progress_file.exists() else 0
@@ -93,6 +93,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name, kind in MODELS.items():
         add = (model := models.add_parser(name)).add_argument
         add("--out", default="checkpoint", help="checkpoint folder")
+        add("--like", type=Path, default=kind.CHECKPOINT, help="checkpoint whose shape and tokenizer the new one has")
         add("--state", default="training-state", help="folder of the resumable state")
         add("--minutes", type=float, default=25.0, help="wall-clock budget of all runs on this state together")
         add("--call-minutes", type=float, default=0.0, help="this run stops here; a later one goes on")

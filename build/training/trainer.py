@@ -5,46 +5,37 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import queue
-import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
+from checkpoints import save_model
+from feed import Feed
 from torch import nn
-
-
-class Feed(Protocol):
-    """Batches in order. Opened before CUDA is touched, because it forks; its threads start with the first batch."""
-
-    def next(self) -> Any: ...
-
-    def close(self) -> None: ...
-
-
-def hand_over(line: queue.Queue[Any], item: Any, stop: threading.Event) -> None:
-    """Puts an item into a queue that may be full, unless nobody will take it any more."""
-    while not stop.is_set():
-        with suppress(queue.Full):
-            line.put(item, timeout=0.5)
-            return
 
 
 class Trainer:
     """Model, dense head, the model's average, Muon for the matrices inside of the layers and AdamW at half its rate for
     every other parameter. A model's own trainer says what is drawn and what its losses are."""
 
+    CHECKPOINT: ClassVar[Path]
+    """The tracked one, whose shape a new one has unless told otherwise."""
     LOSSES: ClassVar[Mapping[str, float]]
     """Their names and weights."""
     WARM_UP: ClassVar[int]
     """Steps until the full learning rate."""
 
     def __init__(
-        self, model: nn.Module, head: nn.Module, inside: Iterable[nn.Module], device: torch.device, lr: float
+        self,
+        model: nn.Module,
+        head: nn.Module,
+        inside: Iterable[nn.Module],
+        device: torch.device,
+        lr: float,
+        like: Path,
     ) -> None:
-        self.device, self.lr, self.step, self.seconds = device, lr, 0, 0.0
+        self.device, self.lr, self.step, self.seconds, self._like = device, lr, 0, 0.0, like
         self.model: Any = model.to(device).train()
         self.average = copy.deepcopy(model).eval().requires_grad_(False)
         self.head: Any = head.to(device)
@@ -88,7 +79,7 @@ class Trainer:
 
     def save_checkpoint(self, folder: Path) -> None:
         """The averaged weights as a checkpoint."""
-        raise NotImplementedError
+        save_model(folder, self._like, self.average.state_dict())
 
     def train_step(self, batch: Any, progress: float) -> torch.Tensor:
         """One update at ``progress`` 0..1; returns the means of LOSSES. Waits for the device nowhere."""

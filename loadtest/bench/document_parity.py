@@ -33,7 +33,7 @@ from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
 from tessera_documents import TesseraVlmClient, mineru_client
 from tessera_documents.job import quiet
 
-sys.path.append(str(figures.ROOT / "build" / "document_model"))
+sys.path += [str(figures.ROOT / "build"), str(figures.ROOT / "build" / "document_model")]
 CHECKPOINT = figures.ROOT / "build" / "document_model" / "checkpoint"
 PAGES_AT_A_TIME = 4
 PATCH = 14
@@ -97,12 +97,13 @@ class Theirs:
     """`transformers` on the same checkpoint, and our preprocessing for the pixels."""
 
     def __init__(self, checkpoint: Path) -> None:
-        from document_shape import IMAGE_MEAN, IMAGE_STD, load_processor
+        from checkpoints import load_processor
 
         self.model = Qwen2VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
         self.processor = load_processor(checkpoint)
         self._preprocessor = Preprocessor.from_checkpoint(checkpoint)
-        self._mean, self._std = (torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGE_MEAN, IMAGE_STD))
+        levels = self.processor.image_processor.image_mean, self.processor.image_processor.image_std
+        self._mean, self._std = (torch.tensor(values).view(1, 3, 1, 1) for values in levels)
 
     def _pixels(self, asked: Asked) -> torch.Tensor:
         """float32 [patches, 3 * frames * side * side] as the processor orders them, both frames the same."""

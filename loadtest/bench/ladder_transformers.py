@@ -25,7 +25,7 @@ from PIL import Image
 from workloads import PROMPT, WORKLOADS, Pictures
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "build" / "default_model"))
+sys.path.insert(0, str(ROOT / "build"))
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 ANSWER_TOKENS = 16  # more than yes or no has
@@ -37,7 +37,7 @@ class Loop:
     """Model and processor of a checkpoint folder."""
 
     def __init__(self, checkpoint: Path, device: str, random_weights: bool) -> None:
-        from architecture import load_processor
+        from checkpoints import load_processor
         from transformers import AutoConfig, AutoModelForImageTextToText
 
         self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -50,7 +50,6 @@ class Loop:
             model = AutoModelForImageTextToText.from_pretrained(checkpoint, **about).to(device)
         self.model = model.eval()
         self.processor = load_processor(checkpoint)
-        self.processor.tokenizer.padding_side = "left"
 
     def inputs(self, pictures: Sequence[bytes], questions: Sequence[str]) -> dict[str, torch.Tensor]:
         """What the model takes, on its device."""

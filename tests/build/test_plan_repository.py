@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from document_shape import build_config
+from checkpoints import DOCUMENTS, ROOMS
 from plan_repository import SOURCE, main, render
 
 from tessera.launcher.settings import config_file, read_config
 
-DEFAULT = SOURCE.parent / "build" / "default_model" / "checkpoint"
-
 
 def test_the_tracked_named_config_is_the_one_for_the_default_checkpoint(tmp_path, capsys):
-    given = ["--tensorrt", str(DEFAULT), "--out", str(tmp_path / "out")]
+    given = ["--tensorrt", str(ROOMS), "--out", str(tmp_path / "out")]
     assert main(given) == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in SOURCE.iterdir()}
     for model in ("preprocess", "vision_encoder", "language_model", "vlm"):
@@ -43,9 +41,8 @@ def test_a_plan_of_another_checkpoint(tmp_path):
 
 @pytest.mark.parametrize(
     ("tiles", "checkpoint", "words"),
-    [("32", None, "qwen2_vl cuts no tiles"), ("0", DEFAULT, "--max-tiles wants 1 or more, not 0")],
+    [("32", DOCUMENTS, "qwen2_vl cuts no tiles"), ("0", ROOMS, "--max-tiles wants 1 or more, not 0")],
 )
 def test_a_model_without_tiles_is_refused(tmp_path: Path, capsys, tiles, checkpoint, words):
-    build_config().save_pretrained(tmp_path)
-    given = ["--tensorrt", str(checkpoint or tmp_path), "--out", str(tmp_path / "out"), "--max-tiles", tiles]
+    given = ["--tensorrt", str(checkpoint), "--out", str(tmp_path / "out"), "--max-tiles", tiles]
     assert main(given) == 2 and words in capsys.readouterr().err

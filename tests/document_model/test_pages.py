@@ -10,7 +10,7 @@ import numpy as np
 import pypdfium2
 import pytest
 from document_samples import block_sample, cut, glyph_targets, layout_answer, patched, read_blocks, thousandths
-from document_tokens import CELLS, ChatTokens, make_tokenizer
+from document_tokens import CELLS, ChatTokens
 from mineru_vl_utils.mineru_client import MinerUClient
 from mineru_vl_utils.post_process.otsl2html import convert_otsl_to_html
 from mineru_vl_utils.structs import ContentBlock
@@ -142,7 +142,7 @@ def test_a_written_pdf_has_the_pages_as_they_were_drawn(tmp_path: Path) -> None:
 
 
 def test_the_whole_alphabet_there_and_back() -> None:
-    tokenizer = make_tokenizer()
+    tokenizer = ChatTokens().tokenizer
     for character in ALPHABET:
         assert len(tokenizer.encode(character).ids) == 1
     text = ALPHABET + 'Zwölf "東京" \n\t🙂<fcel>a<nl>' + ALPHABET[::-1]

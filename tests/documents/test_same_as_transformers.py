@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from document_shape import load_processor
+from checkpoints import load_processor
 from gateway.gateway_doubles import free_port
 from mineru_vl_utils import MinerUClient, MinerUSamplingParams
 from mineru_vl_utils.mineru_client import DEFAULT_PROMPTS

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from bench.document_parity import Asked, Theirs, batches
-from document_shape import build_model, save_model
+from checkpoints import DOCUMENTS, fresh_model, save_model
 from document_tokens import PROMPTS, SYSTEM
 from PIL import Image
 
@@ -34,11 +34,12 @@ PENALTIES: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights large enough that answers differ by what is seen."""
-    folder, model, generator = tmp_path_factory.mktemp("documents"), build_model(1), torch.Generator().manual_seed(3)
+    folder, model = tmp_path_factory.mktemp("documents"), fresh_model(DOCUMENTS, 1)
+    generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
         if "norm" not in name and "ln_q" not in name:
             parameter.data.normal_(0, 0.08, generator=generator)
-    save_model(folder, model.state_dict())
+    save_model(folder, DOCUMENTS, model.state_dict())
     return folder
 
 

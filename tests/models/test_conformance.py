@@ -12,7 +12,7 @@ import pytest
 import tiny_checkpoints
 import tiny_qwen2_vl
 import torch
-from architecture import load_processor
+from checkpoints import load_processor
 from grid_oracle import random_sizes
 from models.conformance import (
     TEXTS,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from document_shape import StillProcessor
+from checkpoints import StillQwen2VL
 from models import checkpoint_folders as folders
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -144,8 +144,8 @@ def picture(width: int, height: int, seed: int) -> tuple[bytes, Image.Image]:
     return stream.getvalue(), image
 
 
-def reference_processor(folder: Path, min_pixels: int, max_pixels: int) -> StillProcessor:
+def reference_processor(folder: Path, min_pixels: int, max_pixels: int) -> StillQwen2VL:
     """transformers' own, with its Pillow image processor."""
     size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    return StillProcessor(Qwen2VLImageProcessorPil(size=size), tokenizer, None, chat_template=TEMPLATE)
+    return StillQwen2VL(Qwen2VLImageProcessorPil(size=size), tokenizer, None, chat_template=TEMPLATE)

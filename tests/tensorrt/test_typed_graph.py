@@ -14,7 +14,7 @@ import pytest
 import torch
 from bench import quality
 from check_graph import for_cpu
-from document_shape import build_config
+from checkpoints import DOCUMENTS
 from export_graph import KINDS, PRECISIONS, calibrate, quantized_layers, tensorrt_graph
 from onnx import TensorProto, numpy_helper
 from tiny_checkpoints import Shape, hf_native
@@ -158,12 +158,11 @@ def test_export_calibrate_and_check_by_command(checkpoint, tmp_path, capsys):
 
 def test_what_does_not_go_together_is_refused(checkpoint, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    build_config().save_pretrained(tmp_path / "documents")
     given = ["--out", str(tmp_path / "a"), "--quantize", "int8", "--checkpoint"]
     for arguments, words in (
         ((checkpoint,), "--precision and --quantize are for --target tensorrt"),
         ((checkpoint, "--target", "tensorrt", "--count", "0"), "--count wants a number of 1 or more"),
-        ((tmp_path / "documents", "--random-weights", "--target", "tensorrt"), "no graph for the vision tower of"),
+        ((DOCUMENTS, "--random-weights", "--target", "tensorrt"), "no graph for the vision tower of"),
         ((checkpoint, "--target", "tensorrt", "--pictures", tmp_path / "empty"), "--pictures: no .jpeg"),
     ):
         try:

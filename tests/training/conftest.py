@@ -1,12 +1,12 @@
-"""A small document model with random weights, and crops of a page, for the tests of its training."""
+"""A document model with random weights, and crops of a page."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from checkpoints import DOCUMENTS, fresh_model
 from document_samples import Sample
-from document_shape import build_model
-from evaluate_documents import page_samples
+from evaluate import page_samples
 from transformers import Qwen2VLForConditionalGeneration
 
 
@@ -21,12 +21,11 @@ def one_thread():
 @pytest.fixture(scope="module")
 def model() -> Qwen2VLForConditionalGeneration:
     """With weights large enough that answers differ by what is seen."""
-    model = build_model(1).eval()
+    model = fresh_model(DOCUMENTS, 1).eval()
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
         if "norm" not in name and "ln_q" not in name:
             parameter.data.normal_(0, 0.08, generator=generator)
-        parameter.data = parameter.data.bfloat16().float()  # as it is stored, so that what is loaded is the same
     return model
 
 
