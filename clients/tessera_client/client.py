@@ -64,10 +64,11 @@ class BaseClient(ABC, Generic[AnswerT, StreamT]):
         self._timeout = timeout
         self._retry = retry or Retry()
         self._models = models or Models()
-        self._transport = transport or open_transport(url, self._models)
+        to = transport or open_transport(url, self._models)
+        self.url = url if isinstance(url, str) else ",".join(url)
+        self._transport = to if isinstance(to, PooledTransport) else PooledTransport({self.url: to})
         self._tracer = tracer
         self._name = ""
-        self.url = url if isinstance(url, str) else ",".join(url)
 
     def ask(self, image: Images, question: str, *, timeout: Seconds = CLIENTS_TIMEOUT, **sampling: Any) -> AnswerT:
         """The whole answer to a question.
@@ -112,37 +113,32 @@ class BaseClient(ABC, Generic[AnswerT, StreamT]):
     @property
     def servers(self) -> tuple[str, ...]:
         """The addresses of the servers."""
-        return self._transport.addresses if isinstance(self._transport, PooledTransport) else (self.url,)
+        return self._transport.addresses
 
     def only(self, server: str) -> Self:
         """A client of one of the servers, on this one's connections."""
-        one = copy(self)
-        if isinstance(self._transport, PooledTransport):
-            one._transport = self._transport.only(server)
-        return one
+        return self._but(_transport=self._transport.only(server))
 
     def together(self) -> Self:
         """A client on this one's connections whose requests go to one server while it takes them.
 
         For those that share pictures, which are then encoded once.
         """
-        one = copy(self)
-        if isinstance(self._transport, PooledTransport):
-            one._transport = self._transport.together()
-        return one
+        return self._but(_transport=self._transport.together())
 
     def named(self, name: str) -> Self:
         """A client on this one's connections whose request ids have ``name`` in them, which the server's log and the
         spans then name: up to 128 printable characters of ASCII without spaces and brackets."""
-        one = copy(self)
-        one._name = name
-        return one
+        return self._but(_name=name)
 
     def untraced(self) -> Self:
         """This client on the same connections, for probes, which are no user's questions and have no spans."""
-        probe = copy(self)
-        probe._tracer = None
-        return probe
+        return self._but(_tracer=None)
+
+    def _but(self, **changed: Any) -> Self:
+        one = copy(self)
+        vars(one).update(changed)
+        return one
 
     def _plan_request(self, image: Images, tiles: Mapping[str, Any]) -> Request:
         # One token: how a picture is cut must not depend on the room that an answer would take.

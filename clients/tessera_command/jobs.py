@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,19 +61,22 @@ def _saying(name: str) -> Callable[[str], None]:
     return lambda words: print(f"tessera {name}: {words}", file=sys.stderr)
 
 
+def _of(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in names}
+
+
 def _batch(options: argparse.Namespace) -> int:
-    from tessera_jobs.job import Job, Settings
+    from tessera_jobs.job import Job
     from tessera_jobs.source import open_source
 
-    names = ("max_tokens", "max_tiles", "choices", "priority")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    source = open_source(options.source, options.prompt, given)
-    settings = Settings(**{each.name: getattr(options, each.name) for each in fields(Settings)})
+    given = _of(options, "max_tokens", "max_tiles", "choices", "priority")
+    source = open_source(options.source, options.prompt, {k: v for k, v in given.items() if v is not None})
+    how = _of(options, "url", "timeout", "concurrency", "in_order", "again", "patience", "force")
+    job = Job(source, options.output, **how, notice=_saying("batch"))
     try:
         if options.dry_run:
-            return _estimate(Job(source, options.output, settings, notice=_saying("batch")))
-        with progress("asking") as advance:
-            job = Job(source, options.output, settings, advance, _saying("batch"))
+            return _estimate(job)
+        with progress("asking") as job.progress:
             tally = job.run()
     except OSError as error:
         print(f"tessera batch: {error}", file=sys.stderr)
@@ -124,11 +127,10 @@ def _parse(options: argparse.Namespace) -> int:
         print(f"tessera parse: {error}", file=sys.stderr)
         return 1
     quiet()
-    asking = {"timeout": options.timeout, "max_tokens": options.max_tokens}
-    names = ("dpi", "concurrency", "priority", "pages", "password", "force", "patience")
-    flight = {name: getattr(options, name) for name in names}
-    with TesseraVlmClient(options.url, **asking) as vlm, progress("parsing") as advance:
-        job = Job(options.file, options.output, vlm, progress=advance, notice=_saying("parse"), **flight)
+    how = _of(options, "dpi", "concurrency", "priority", "pages", "password", "force", "patience")
+    asked = TesseraVlmClient(options.url, timeout=options.timeout, max_tokens=options.max_tokens)
+    with asked as vlm, progress("parsing") as advance:
+        job = Job(options.file, options.output, vlm, **how, notice=_saying("parse"), progress=advance)
         try:
             tally = job.run()
         except OSError as error:

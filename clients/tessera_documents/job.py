@@ -21,7 +21,7 @@ from tessera_documents.edges import clear_of_letters
 from tessera_documents.results import OutputFolder, PageFiles
 from tessera_documents.sources import BadDocument, Document, PageRanges, Source, digest, find, open_document
 from tessera_documents.vlm_client import TesseraVlmClient, known_page, mineru_client
-from tessera_jobs.asker import Asker, Away, described, for_each
+from tessera_jobs.asker import Asker, Away, described, for_each, run_job
 from tessera_wire.errors import InvalidRequest
 
 REQUESTS_PER_PAGE = 4  # that are under way, over a page's life: its layout alone, then a dozen crops at once
@@ -84,17 +84,14 @@ class Job:
         """Raises ConnectionFailed or Unavailable where the server is gone, OSError where results cannot be written,
         InvalidRequest where another run writes them, where another model has read pages, and where the one that is
         served reads none; what is complete then stays and is not done again by the next run."""
-        return asyncio.run(self._run())
+        return run_job(self._run())
 
     async def _run(self) -> Tally:
         self.vlm.asker = asker = Asker(self.vlm.impatient, self.patience, one_model=True)
-        try:
-            await asker.begin(self.notice)
-            self._served = await asker.model()
-            with closing(OutputFolder(self.out)) as self._output:
-                return await self._read()
-        except Away as away:
-            raise away.error from away
+        await asker.begin(self.notice)
+        self._served = await asker.model()
+        with closing(OutputFolder(self.out)) as self._output:
+            return await self._read()
 
     async def _read(self) -> Tally:
         self._started = time.monotonic()

@@ -119,9 +119,9 @@ class PageFiles:
             "warnings": list(warnings),
             "made_from": {**self._made_from, "checkpoint": self._checkpoint},
         }
-        write_whole(
-            self._path(page, ".json"), json.dumps(content, ensure_ascii=False, indent=1).encode(errors=BYTES_OF_NAMES)
-        )
+        text = json.dumps(content, ensure_ascii=False, indent=1)
+        # Where a machine goes down and leaves half of it, it is no JSON, and the page is read again.
+        write_whole(self._path(page, ".json"), text.encode(errors=BYTES_OF_NAMES), synced=False)
 
     def end(self, page: int, failed: bool) -> bool:
         """Notes that a page is over which was missing; whether it was the last."""
@@ -143,7 +143,7 @@ class PageFiles:
                 raise OSError(f"results of page {page + 1} in {self.folder} were removed or cut during this run")
             blocks += [{"type": "mark", "content": f"<!-- page {page + 1} -->"}, *found["blocks"]]
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self.folder / "document.md", markdown(blocks).encode())
+        write_whole(self.folder / "document.md", markdown(blocks).encode(), synced=False)  # as each run does
 
     def _path(self, page: int, ending: str) -> Path:
         return self.folder / f"page-{page + 1:04}{ending}"
@@ -170,8 +170,8 @@ def _content(block: Mapping[str, Any]) -> str | None:
     return HEADINGS[kind] + " ".join(content.split()) if kind in HEADINGS else content
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    with replaced(path) as file:
+def write_whole(path: Path, data: bytes, synced: bool = True) -> None:
+    with replaced(path, synced) as file:
         file.write(data)
 
 

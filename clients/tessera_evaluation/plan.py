@@ -111,8 +111,8 @@ def measure(
             progress(done, len(items))
 
     warmed, _ = ask(items[:concurrency], f"{mark} {policy} warm-up")
-    if all(outcome.error.startswith(InvalidRequest.__name__) for outcome in warmed):
-        return Measurement(policy, len(items), len(items), warmed[0].error)
+    if all(isinstance(outcome.error, InvalidRequest) for outcome in warmed):
+        return Measurement(policy, len(items), len(items), str(warmed[0].error))
     outcomes, seconds = ask(items, f"{mark} {policy}", progress=ended)
     figures = recall.figures(outcomes, seconds)
     macro = figures["recall.macro"]
@@ -122,7 +122,7 @@ def measure(
         policy,
         questions=len(items),
         errors=figures["errors"],
-        error=next((outcome.error for outcome in outcomes if outcome.error), ""),
+        error=next((str(outcome.error) for outcome in outcomes if outcome.error), ""),
         recall=macro if macro is not None else sum(outcome.right for outcome in outcomes) / len(outcomes),
         scored=sum(each["yes"] + each["no"] for each in classes) or len(outcomes),
         qpm=figures["qpm"] or 0.0,

@@ -24,6 +24,7 @@ from typing import Any
 from tessera_client.client import Client
 from tessera_client.messages import Answer, Usage
 from tessera_evaluation.datasets import Item
+from tessera_wire.errors import TesseraClientError
 
 LARGE = 1280
 
@@ -34,7 +35,7 @@ class Outcome:
 
     item: Item
     text: str | None
-    error: str = ""
+    error: TesseraClientError | None = None
     seconds: float = 0.0
     usage: Usage | None = None
 
@@ -83,7 +84,7 @@ def run(
     outcomes = [
         Outcome(item, answer.text, seconds=answer.seconds, usage=answer.usage)
         if isinstance(answer, Answer)
-        else Outcome(item, None, f"{type(answer).__name__}: {answer}")
+        else Outcome(item, None, answer)
         for item, answer in zip(items, answers, strict=True)
     ]
     return outcomes, time.perf_counter() - started

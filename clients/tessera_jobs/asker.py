@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from itertools import count
 from typing import Any, TypeVar
@@ -54,6 +54,14 @@ class Away(Exception):
     def __init__(self, error: TesseraClientError) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+def run_job(job: Coroutine[Any, Any, T]) -> T:
+    """What comes of a job's coroutine. Raises the error of Away in its place."""
+    try:
+        return asyncio.run(job)
+    except Away as away:
+        raise away.error from away
 
 
 class OtherModel(InvalidRequest):
@@ -126,12 +134,12 @@ class Asker:
         try:
             served = await self._looks.only(server).served()
         except (InvalidRequest, ProtocolError) as error:
-            words = f"{server or self._client.url} does not say which model it serves: {error.message}"
+            words = f"{server} does not say which model it serves: {error.message}"
             raise ProtocolError(words, "start it with this client's version of Tessera") from error
         if self._served is None:
             self._served = served
         elif served != self._served:
-            words = f"{server or self._client.url} serves another model ({described(served)}) than this job has been"
+            words = f"{server} serves another model ({described(served)}) than this job has been"
             raise OtherModel(f"{words} asking ({described(self._served)})", "give it servers of one model")
 
     async def ask(self, call: Call) -> Answer:

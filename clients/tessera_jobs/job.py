@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tessera_client import Answer, AsyncClient, Retry, ServedModel
-from tessera_jobs.asker import Asker, Away, Call, described, for_each
+from tessera_jobs.asker import Asker, Call, described, for_each, run_job
 from tessera_jobs.journal import Journal, rewrite
 from tessera_jobs.resume_index import ResumeIndex, changed_rows, contents, half
 from tessera_jobs.rows import Row, Source
@@ -60,20 +60,20 @@ class Tally:
         return f"{count / max(seconds, 1e-9):.1f} {what}/s"
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How a job runs.
+@dataclass
+class Job:
+    """Rows into ``out``: a .jsonl that grows, or a .parquet that is written at the end and has its journal beside it
+    until then.
 
-    Args:
-        url: of one server or several, as for :class:`tessera_client.Client`.
-        timeout: seconds a request may take.
-        concurrency: rows under way at a time.
-        in_order: results as the source has its rows, not as they came.
-        again: asks rows again that failed in an earlier run.
-        patience: seconds that all servers may be away, at the start too.
-        force: asks rows again whose result came from another model, or whose pictures have changed.
+    url: of one server or several, as for :class:`tessera_client.Client`. timeout: seconds a request may take.
+    concurrency: rows under way at a time. in_order: results as the source has its rows, not as they came. again: asks
+    rows again that failed in an earlier run. patience: seconds that all servers may be away, at the start too. force:
+    asks rows again whose result came from another model, or whose pictures have changed. notice: called with what the
+    user should know at once. progress: called with the number of rows that are over, of all rows, and how fast they go.
     """
 
+    source: Source
+    out: Path
     url: str
     timeout: float | None = 120.0
     concurrency: int = 64
@@ -81,26 +81,8 @@ class Settings:
     again: bool = False
     patience: float = 600.0
     force: bool = False
-
-    def client(self) -> AsyncClient:
-        """One that leaves trying again to the :class:`Asker`."""
-        return AsyncClient(self.url, timeout=self.timeout, retry=Retry(attempts=1))
-
-    def asker(self, client: AsyncClient) -> Asker:
-        return Asker(client, self.patience, one_model=True)
-
-
-@dataclass
-class Job:
-    """Rows into ``out``: a .jsonl that grows, or a .parquet that is written at the end and has its journal beside it
-    until then. ``progress`` is called with the number of rows that are over, of all rows, and how fast they go, and
-    ``notice`` with what the user should know at once."""
-
-    source: Source
-    out: Path
-    settings: Settings
-    progress: Callable[[int, int, str], None] = lambda done, total, rate: None
     notice: Callable[[str], None] = lambda words: None
+    progress: Callable[[int, int, str], None] = lambda done, total, rate: None
 
     def __post_init__(self) -> None:
         out = self.out
@@ -125,12 +107,9 @@ class Job:
         self._take_up()
         with closing(Journal(self.journal)) as self._lines:
             self._index = ResumeIndex(self.source, self._lines)
-            if self.settings.again and self._index.errors:
+            if self.again and self._index.errors:
                 self._drop(lambda place, result: result["error"] is not None)
-            try:
-                asyncio.run(self._go_on())
-            except Away as away:
-                raise away.error from away
+            run_job(self._go_on())
             self._lines.sync()
             self._finish()
         return self.tally
@@ -145,8 +124,8 @@ class Job:
 
     def _finish(self) -> None:
         places = self._index.places
-        moved = self.settings.in_order and bool((places[1:] < places[:-1]).any())
-        results = map(self._lines.at, places.tolist()) if moved else self._lines.results()
+        moved = self.in_order and bool((places[1:] < places[:-1]).any())
+        results = map(self._lines.at, places.tolist()) if moved else (result for _, result in self._lines.placed())
         if self._table:
             from tessera_jobs.table import write_table
 
@@ -157,8 +136,8 @@ class Job:
 
     async def _go_on(self) -> None:
         """Asks the rows that have no result, after a look at those that have one."""
-        async with self.settings.client() as client:
-            self._asker = self.settings.asker(client)
+        async with self.client() as client:
+            self._asker = Asker(client, self.patience, one_model=True)
             served: ServedModel | None = None
             try:
                 if (self._index.places < 0).any():
@@ -174,9 +153,13 @@ class Job:
             if tally.kept < tally.rows:
                 await self._ask_all()
 
+    def client(self) -> AsyncClient:
+        """One that leaves trying again to the :class:`Asker`."""
+        return AsyncClient(self.url, timeout=self.timeout, retry=Retry(attempts=1))
+
     def _hold_against(self, served: ServedModel | None) -> None:
         """Drops the results of other models and pictures where that is wanted. Raises InvalidRequest where not."""
-        changed, force = changed_rows(self._index, self._lines), self.settings.force
+        changed, force = changed_rows(self._index, self._lines), self.force
         counts, found, others = self._index.checkpoints, [], 0
         unknown = counts[b""]
         if served is not None:
@@ -210,7 +193,7 @@ class Job:
         self._reported = self._synced = self._started = time.monotonic()
         self.progress(self.tally.kept, self.tally.rows, "")
         with ThreadPoolExecutor(FILES, "tessera-pictures") as self._files:
-            await for_each(self._read_ahead(), self._work, self.settings.concurrency)
+            await for_each(self._read_ahead(), self._work, self.concurrency)
         self.tally.seconds = time.monotonic() - self._started
 
     async def _read_ahead(self) -> AsyncGenerator[Row, None]:
@@ -344,31 +327,34 @@ def estimate(job: Job) -> Estimate:
     left = np.flatnonzero(index.places < 0)
     wanted = np.zeros(len(index.places), bool)
     if len(left):
-        size = min(len(left), ROUNDS * job.settings.concurrency)
+        size = min(len(left), ROUNDS * job.concurrency)
         wanted[left[np.linspace(0, len(left) - 1, size).astype(int)]] = True
     rows = list(index.rows(wanted))
     Random(0).shuffle(rows)  # time may end before the last of them
-    return asyncio.run(_measured(job, rows, len(wanted), len(left)))
+    return run_job(_measured(job, rows, len(wanted), len(left)))
 
 
 async def _measured(job: Job, rows: list[Row], total: int, left: int) -> Estimate:
-    slots, answers, errors = asyncio.Semaphore(job.settings.concurrency), list[Answer](), list[str]()
+    answers, errors = list[Answer](), dict[int, str]()
+
+    async def begun() -> AsyncGenerator[Row, None]:
+        for row in rows:
+            if time.monotonic() < started + LONGEST_S:
+                yield row
 
     async def ask(row: Row) -> None:
-        async with slots:
-            if time.monotonic() < started + LONGEST_S:
-                try:
-                    pictures, _ = await asyncio.to_thread(contents, row)
-                    answers.append(await asker.ask(question(row, pictures)))
-                except TesseraClientError as error:
-                    errors.append(f"{row.id}: {error}")
+        try:
+            pictures, _ = await asyncio.to_thread(contents, row)
+            answers.append(await asker.ask(question(row, pictures)))
+        except TesseraClientError as error:
+            errors[row.number] = f"{row.id}: {error}"
 
-    async with job.settings.client() as client:
-        asker = job.settings.asker(client)
+    async with job.client() as client:
+        asker = Asker(client, job.patience, one_model=True)
         await asker.begin(job.notice)
         plans = await asyncio.gather(*(_plan(client, row) for row in rows[:: -(-len(rows) // PLANNED) or 1]))
         started = time.monotonic()
-        await asyncio.gather(*map(ask, rows))
+        await for_each(begun(), ask, job.concurrency)
         seconds = time.monotonic() - started
     cut = [*filter(None, plans)]
     usages = [answer.usage for answer in answers if answer.usage]
@@ -379,7 +365,7 @@ async def _measured(job: Job, rows: list[Row], total: int, left: int) -> Estimat
         left,
         asked,
         len(errors),
-        errors[0] if errors else "",
+        errors[min(errors)] if errors else "",
         pictures=_mean([pictures for pictures, _, _ in cut]),
         unit=next((unit for _, unit, _ in cut if unit), "tiles"),
         units=_mean([units for _, _, units in cut]),

@@ -75,8 +75,8 @@ class Locked:
 
 
 class Journal(Locked):
-    """The lines at ``path``. What is appended comes behind the last whole one that :meth:`lines`, :meth:`placed` or
-    :meth:`results` has found there."""
+    """The lines at ``path``. What is appended comes behind the last whole one that :meth:`lines` or :meth:`placed` has
+    found there, or that :meth:`rewrite` has written."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, path)
@@ -139,10 +139,6 @@ class Journal(Locked):
             about = int(asked, 16), shared, int(stat or b"0", 16), checkpoint or b""
             yield place, *about, answered, not line.startswith(NAMELESS)
 
-    def results(self) -> Iterator[dict[str, Any]]:
-        """Every line. Raises InvalidRequest for one that is no result."""
-        return (result for _, result in self.placed())
-
     def placed(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Every line and where it begins. Raises InvalidRequest for one that is no result."""
         for place, line in self._lines():
@@ -156,7 +152,7 @@ class Journal(Locked):
         rewrite(self.path, results)
         other = Journal(self.path)
         os.close(self._file)
-        self._file = other._file
+        self._file, self._end, self._torn = other._file, os.fstat(other._file).st_size, False
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         place = 0
@@ -187,14 +183,15 @@ def rewrite(path: Path, results: Iterable[dict[str, Any]]) -> None:
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[BinaryIO]:
+def replaced(path: Path, synced: bool = True) -> Iterator[BinaryIO]:
     """A file to write, which stands at ``path`` when it is whole: its reader finds that, or what was there before.
-    Raises OSError."""
+    ``synced``: even where the machine goes down. Raises OSError."""
     part = path.with_name(f".{path.name}.part")
     with open(part, "wb") as file:
         yield file
-        file.flush()
-        os.fsync(file.fileno())
+        if synced:
+            file.flush()
+            os.fsync(file.fileno())
     os.replace(part, path)
 
 

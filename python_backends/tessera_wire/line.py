@@ -61,17 +61,16 @@ class Line:
         tensors: Iterable[Tensor],
         deliver: Deliver,
         timeout: float | None = None,
-        outputs: Iterable[str] = (),
         priority: int = 0,
         lease: str = "",
     ) -> Callable[[], Any]:
-        """Starts a request for ``outputs`` (all of them if empty); the server gives it ``timeout`` seconds.
+        """Starts a request; the server gives it ``timeout`` seconds.
 
         ``priority``: lower goes first. ``lease``: what is cancelled with the request, by its name, at every stage; on
         a leased line it is the call's.
 
         Returns what ends the listening to it."""
-        message = self.connection.infer_message(model, request_id, tensors, timeout, outputs, priority)
+        message = self.connection.infer_message(model, request_id, tensors, timeout, priority=priority)
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         if lease:
             message.parameters[LEASE].string_param = lease

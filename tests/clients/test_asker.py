@@ -76,7 +76,7 @@ def ask(transport: Any, questions: Sequence[str], patience: float = 60.0, at_a_t
 
     async def all_of_them() -> list[Any]:
         async with AsyncClient(transport=transport, retry=Retry(attempts=1)) as client:
-            one, slots = Asker(client, patience), asyncio.Semaphore(at_a_time)
+            one, slots = Asker(client, patience, one_model=True), asyncio.Semaphore(at_a_time)
 
             async def within(question: str) -> Any:
                 async with slots:

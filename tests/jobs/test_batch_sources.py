@@ -21,7 +21,7 @@ from jobs.batch_runs import Capture, lines, results
 from pyarrow import parquet
 
 from tessera_client import InvalidRequest, ServerError
-from tessera_jobs.job import Job, Settings
+from tessera_jobs.job import Job
 from tessera_jobs.journal import Journal
 from tessera_jobs.resume_index import Answers
 from tessera_jobs.source import open_source, row_fields
@@ -213,7 +213,7 @@ def test_without_pyarrow_the_way_to_get_it_is_said(
 def test_a_source_that_cannot_be_asked_is_refused(tmp_path: Path, texts: list[str], words: str) -> None:
     source = open_source(lines(tmp_path / "in.jsonl", *texts), *ASKED)
     with pytest.raises(InvalidRequest, match=words):
-        Job(source, tmp_path / "out.jsonl", Settings("nowhere")).run()
+        Job(source, tmp_path / "out.jsonl", "nowhere").run()
 
 
 def test_a_journal_that_was_cut_keeps_its_whole_lines(tmp_path: Path) -> None:

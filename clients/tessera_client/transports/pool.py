@@ -32,8 +32,6 @@ class ServerPool:
     """
 
     def __init__(self, servers: int, clock: Callable[[], float] = time.monotonic) -> None:
-        if servers < 1:
-            raise ValueError(f"a pool needs a server, got {servers}")
         self._clock = clock
         self._lock = threading.RLock()  # a stream that is collected while it is held ends its request
         self._rest_ends: list[float | None] = [None] * servers  # None: it is in order
@@ -144,9 +142,9 @@ class PooledTransport:
         one._stays = True
         return one
 
-    def only(self, address: str) -> Transport:
-        """The transport to one of the servers."""
-        return self._transports[self.addresses.index(address)]
+    def only(self, address: str) -> PooledTransport:
+        """One to one of the servers, whose requests count as under way for no other."""
+        return PooledTransport({address: self._transports[self.addresses.index(address)]})
 
     def plan(self, request: Request, timeout: float | None) -> tuple[PicturePlan, ...]:
         server = self._pool.pick()
