@@ -125,19 +125,6 @@ def test_a_row_that_only_was_there_each_time_is_answered_alone() -> None:
     assert ask(Falling(GONE, q5=SUSPECT), QUESTIONS)[5] == "answer to q5"
 
 
-def test_a_busy_server_is_no_reason_to_suspect_a_row() -> None:
-    class Busy(FakeTransport):
-        left = 3 * SUSPECT
-
-        def answer_to(self, request: Request) -> Sequence[Any]:
-            if request.text == "a" and self.left:
-                self.left -= 1
-                return [Unavailable("512 requests are in flight")]
-            return super().answer_to(request)
-
-    assert ask(Busy(), ["a", "b"]) == ["answer to a", "answer to b"]
-
-
 def test_patience_ends() -> None:
     (error,) = ask(FakeTransport([[GONE]] * 9), ["a"], patience=0)
     assert isinstance(error, Away) and error.error is GONE

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_transport import TIMINGS, USAGE, FakeTransport, Hang, final
+from fake_transport import FakeTransport, Hang, final
 from fakes.answering_server import AnsweringServer
 
 from tessera_client import (
@@ -41,36 +35,8 @@ def client(*script: Sequence[Any], **options: Any) -> tuple[Client, FakeTranspor
     return Client(transport=fake, retry=options.pop("retry", QUICK), **options), fake
 
 
-def test_ask_gives_a_typed_answer() -> None:
-    asker, fake = client([final("yes")])
-    answer = asker.ask(b"jpeg", "Is there a crack?", max_tokens=5, max_tiles=2, temperature=0.5)
-    assert (answer.text, answer.finish_reason, answer.usage, answer.timings) == ("yes", "stop", USAGE, TIMINGS)
-    assert answer.attempts == 1 and str(answer) == "yes"
-    request, request_id, timeout = fake.requests[0]
-    assert request.text == "Is there a crack?" and request.images == (b"jpeg",)
-    assert not request.stream and request.exclude_input
-    assert json.loads(request.sampling or "") == {
-        "max_tokens": 5,
-        "temperature": 0.5,
-        "tile_policy": {"max_tiles": 2},
-    }
-    assert answer.request_id == request_id
-    assert timeout is not None and 118.5 < timeout <= 119.5  # the answer's way takes the rest
-    assert fake.cancelled == []
-
-
-def test_stream_hands_out_deltas_and_then_the_answer() -> None:
-    asker, fake = client([Delta("a "), Delta("b", logprobs=[1]), final("", "length")])
-    with asker.stream(None, "q") as stream:
-        assert [delta.text for delta in stream] == ["a ", "b", ""]
-        answer = stream.answer()
-    assert (answer.text, answer.finish_reason, answer.logprobs) == ("a b", "length", [1])
-    assert fake.requests[0][0].stream and fake.cancelled == []
-
-
-@pytest.mark.parametrize("error", [Unavailable("queue is full"), ConnectionFailed("refused")])
-def test_unavailable_is_retried_with_a_new_id(error: Exception) -> None:
-    asker, fake = client([error], [error], [final("yes")])
+def test_unavailable_is_retried_with_a_new_id() -> None:
+    asker, fake = client([Unavailable("queue is full")], [ConnectionFailed("refused")], [final("yes")])
     answer = asker.ask(None, "q")
     assert answer.text == "yes" and answer.attempts == 3
     ids = [request_id for _, request_id, _ in fake.requests]
@@ -150,48 +116,6 @@ def test_leaving_a_stream_early_cancels_on_the_server() -> None:
     assert len(fake.cancelled) == 1
 
 
-def test_close_from_another_thread_wakes_the_reader() -> None:
-    asker, fake = client([Delta("a"), Hang()], timeout=30)
-    with asker.stream(None, "q") as stream:
-        next(stream)
-        threading.Timer(0.05, stream.close).start()
-        started = time.monotonic()
-        with pytest.raises(Cancelled):
-            next(stream)
-    assert time.monotonic() - started < 5
-    assert len(fake.cancelled) == 1
-
-
-class SlowFirst(FakeTransport):
-    """Answers the earlier questions later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.running = self.most = 0
-
-    def answer_to(self, request: Any) -> Sequence[Any]:
-        return [final(request.text)]
-
-    def send(self, request: Any, *rest: Any) -> Any:
-        with self._lock:
-            self.running += 1
-            self.most = max(self.most, self.running)
-        time.sleep(0.02 if int(request.text) % 4 == 0 else 0.001)
-        with self._lock:
-            self.running -= 1
-        return super().send(request, *rest)
-
-
-def test_ask_many_keeps_order_and_concurrency() -> None:
-    fake = SlowFirst()
-    seen: list[int] = []
-    asker = Client(transport=fake)
-    answers = asker.ask_many(((None, str(i)) for i in range(60)), concurrency=4, progress=seen.append)
-    assert [answer.text for answer in answers] == [str(i) for i in range(60)]
-    assert seen == list(range(1, 61))
-    assert 2 <= fake.most <= 4
-
-
 def test_ask_many_reads_only_a_little_ahead() -> None:
     read: list[int] = []
 
@@ -211,28 +135,15 @@ def test_ask_many_reads_only_a_little_ahead() -> None:
 def test_ask_many_raises_or_returns_errors() -> None:
     asker = Client(transport=AnsweringServer(**{"3": [InvalidRequest("three is wrong")]}))
     items = [(None, str(i)) for i in range(6)]
-    results = list(asker.ask_many(items, concurrency=2, errors="return"))
-    assert isinstance(results[3], InvalidRequest)
+    ended: list[int] = []
+    results = list(asker.ask_many(items, concurrency=2, errors="return", progress=ended.append))
+    assert isinstance(results[3], InvalidRequest) and ended == [1, 2, 3, 4, 5, 6]
     assert [str(r) for i, r in enumerate(results) if i != 3] == [f"answer to {i}" for i in (0, 1, 2, 4, 5)]
     got = []
     with pytest.raises(InvalidRequest, match="three"):
         for answer in asker.ask_many(items, concurrency=2):
             got.append(answer.text)
     assert got == [f"answer to {i}" for i in range(3)]
-
-
-def test_import_is_light() -> None:
-    """And a client without a tracer never loads OpenTelemetry."""
-    code = (
-        "import sys, tessera_client, tessera_command.cli\n"
-        "heavy = {'numpy', 'tritonclient', 'grpc', 'asyncio', 'rich', 'cv2', 'httpx', 'tessera'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-        "tessera_client.Client('localhost:1').close(); tessera_client.AsyncClient('http://localhost:1')\n"
-        "assert not any(name.startswith('opentelemetry') for name in sys.modules)"
-    )
-    root = Path(__file__).resolve().parents[2]
-    folder = f"{root / 'clients'}:{root / 'python_backends'}"
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": folder, "PATH": ""})
 
 
 pytestmark = pytest.mark.anyio
@@ -244,24 +155,15 @@ def async_client(*script: Sequence[Any], fake: FakeTransport | None = None) -> t
 
 
 async def test_stream_and_early_leave() -> None:
-    asker, fake = async_client([Delta("a"), Delta("b"), final()], [Delta("a"), final("b")])
+    asker, fake = async_client([Delta("a"), Delta("b"), final()], [Delta("a", logprobs=[1]), final("b")])
     async with asker.stream(None, "q") as stream:
         assert (await stream.__anext__()).text == "a"
     assert fake.cancelled == [fake.requests[0][1]]
     async with asker.stream(None, "q") as stream:
         assert [delta.text async for delta in stream] == ["a", "b"]
-        assert (await stream.answer()).text == stream.text == "ab"
+        answer = await stream.answer()
+        assert answer.text == stream.text == "ab" and answer.logprobs == [1]
     assert len(fake.cancelled) == 1
-
-
-async def test_cancelling_the_task_cancels_on_the_server() -> None:
-    asker, fake = async_client([Hang()])
-    task = asyncio.ensure_future(asker.ask(None, "q", timeout=30))
-    await asyncio.sleep(0.05)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert fake.cancelled == [fake.requests[0][1]]
 
 
 @pytest.mark.parametrize("ticks", range(4))

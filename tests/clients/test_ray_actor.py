@@ -13,7 +13,7 @@ from clients.fake_transport import FakeTransport, final
 from fakes.answering_server import PROBE, AnsweringServer
 
 from tessera_client import ConnectionFailed, DeadlineExceeded, InvalidRequest, ServerError, client
-from tessera_client.ray import Ask, ServerAway
+from tessera_client.ray import RESULTS, Ask, ServerAway
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "clusters.md"
 Asking = Callable[..., Ask]
@@ -48,24 +48,16 @@ def test_a_table_comes_back_with_answers(asking: Asking, tmp_path: Path) -> None
     assert {request.sampling for request in sent.values()} == {'{"max_tokens": 5}'}
 
 
-@pytest.mark.parametrize("questions", [(), ("fine",), ("bad",)])
-def test_the_columns_are_text_whatever_is_in_them(asking: Asking, questions: tuple[str, ...]) -> None:
-    out = asking(AnsweringServer(bad=[InvalidRequest("no")]))(table(*questions))
-    assert [out.schema.field(name).type for name in ("answer", "finish_reason", "error")] == [pa.string()] * 3
-
-
 def test_a_row_that_is_wrong_is_a_row_with_an_error(asking: Asking) -> None:
-    server = AnsweringServer(bad=[InvalidRequest("image 0 is none")], failed=[ServerError("out of luck")])
-    out = asking(server)(table("one", "bad", None, "failed", "two"))
-    assert out["answer"].to_pylist() == ["answer to one", None, None, None, "answer to two"]
-    _, bad, none, failed, _ = out["error"].to_pylist()
+    own = {"failed": [ServerError("out of luck")], "long": [final("The wi", "deadline")]}
+    server = AnsweringServer(bad=[InvalidRequest("image 0 is none")], **own)
+    out = asking(server)(table("one", "bad", None, "failed", "long"))
+    assert out["answer"].to_pylist() == ["answer to one", None, None, None, None]
+    _, bad, none, failed, part = out["error"].to_pylist()
     assert bad == "image 0 is none" and "must be a string" in none and failed == "out of luck"
-    assert out["finish_reason"].to_pylist() == ["stop", None, None, None, "stop"]
-
-
-def test_part_of_an_answer_is_none(asking: Asking) -> None:
-    out = asking(AnsweringServer(long=[final("The wi", "deadline")]))(table("long")).to_pylist()[0]
-    assert (out["answer"], out["finish_reason"], out["error"]) == (None, "deadline", "the answer is not whole")
+    assert part == "the answer is not whole" and out["finish_reason"].to_pylist() == ["stop", *[None] * 3, "deadline"]
+    for each in (table(), table("one")):  # text, whatever is in them
+        assert [asking(server)(each).schema.field(name).type for name in RESULTS] == [pa.string()] * 3
 
 
 def test_the_pages_function_for_spark_and_dask_keeps_the_same_rule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def test_boxes_that_hold_nothing_or_everything() -> None:
 
 def test_true_boxes_of_rendered_pages_stay_and_shifted_ones_get_their_letters_back() -> None:
     whole, cut = 0, 0
-    for seed in range(4):
+    for seed in range(2):
         sample = pages.sample(seed, "heldout")
         kinds = [block.kind for block in sample.blocks]
         true = [thousandths(block.box, sample) for block in sample.blocks]
@@ -129,4 +129,4 @@ def test_true_boxes_of_rendered_pages_stay_and_shifted_ones_get_their_letters_ba
                 above, below = moved(sample.picture, *boxes, kinds=kinds)[number][1::2]
                 cut += 1
                 whole += above <= top + 2 and below >= bottom - 2  # true boxes have a margin of that
-    assert cut > 50 and whole / cut > 0.9
+    assert cut > 25 and whole / cut > 0.9

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from clients.fake_transport import FakeTransport, final
 from fakes.answering_server import PROBE, AnsweringServer
 from jobs import batch_runs
-from jobs.batch_runs import Capture, questions, write_rows
+from jobs.batch_runs import Capture, questions
 from pyarrow import parquet
 
 from tessera_client import ConnectionFailed, ServedModel
@@ -163,21 +162,3 @@ def test_an_output_that_is_not_what_was_written_ends_the_job(
     rows = questions(tmp_path, *(f"q{n}" for n in range(9)))
     assert batch(Meddling(), rows, "--concurrency", "1") == 1
     assert "out.jsonl" in (said := capsys.readouterr().err) and "while this run was writing it" in said
-
-
-def test_what_is_no_file_or_too_large_is_an_error_row_at_once(batch: Any, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.jpg")
-    (tmp_path / "zero.jpg").symlink_to("/dev/zero")
-    for name in "ab":
-        with open(tmp_path / f"{name}.jpg", "wb") as file:
-            file.truncate(40 << 20)
-    images: dict[str, Any] = {"pipe": "pipe.jpg", "zero": "zero.jpg", "both": ["a.jpg", "b.jpg"]}
-    rows = write_rows(tmp_path / "rows.jsonl", *({"id": name, "image": image} for name, image in images.items()))
-    server = AnsweringServer()
-    run = threading.Thread(target=batch, args=(server, rows), daemon=True)
-    run.start()
-    run.join(60)
-    assert not run.is_alive() and server.asked == []
-    errors = {name: row["error"] for name, row in results(tmp_path / "out.jsonl").items()}
-    assert "is a pipe" in errors["pipe"] and "is a device" in errors["zero"]
-    assert "of which the pictures before it leave 25165824" in errors["both"]
