@@ -61,37 +61,34 @@ def test_letters_of_any_color(paper: int, ink: int) -> None:
     assert moved(picture, (95, 94, 486, 126)) == [(95, 94, 495, 132)]
 
 
-def test_a_line_is_of_the_block_that_has_most_of_it() -> None:
-    above, below = (95, 90, 505, 124), (95, 124, 505, 180)
-    assert moved(page(), above, below) == [(95, 90, 505, 120), (95, 120, 505, 180)]
-    above, below = (95, 90, 505, 128), (95, 128, 505, 180)
-    assert moved(page(), below, above) == [(95, 132, 505, 180), (95, 90, 505, 132)]
+NOTHING_OR_ALL = [(0, 0, 1000, 1000), (500, 500, 500.4, 600), (999, 999, 1000, 1000), (600, 600, 700, 700)]
 
 
-@pytest.mark.parametrize("kind", ["text", "image"])
-@pytest.mark.parametrize("end", [297, 301])
-def test_blocks_beside_each_other_have_lines_of_their_own(kind: str, end: int) -> None:
-    """Even where they overlap by a little."""
-    left, right = (95, 95, end, 130), (300, 95, 505, 136)
-    assert moved(page(), left, right, kinds=["text", kind])[0][3] == 132
-
-
-def test_half_of_a_line_is_enough_and_of_equals_the_upper_one_has_it() -> None:
-    """What a figure's box reaches into is still read."""
-    assert moved(page(), (90, 20, 505, 129), (95, 124, 505, 180), kinds=["image"])[1] == (95, 120, 505, 180)
-    assert moved(page(), (95, 90, 505, 126), (95, 126, 505, 180)) == [(95, 90, 505, 132), (95, 132, 505, 180)]
+@pytest.mark.parametrize(
+    ("kinds", "boxes", "become"),
+    [
+        ("text text", [(95, 90, 505, 124), (95, 124, 505, 180)], [(95, 90, 505, 120), (95, 120, 505, 180)]),
+        ("text text", [(95, 128, 505, 180), (95, 90, 505, 128)], [(95, 132, 505, 180), (95, 90, 505, 132)]),
+        # Of equals the upper one has it; what a figure's box reaches into is still read.
+        ("text text", [(95, 90, 505, 126), (95, 126, 505, 180)], [(95, 90, 505, 132), (95, 132, 505, 180)]),
+        ("image text", [(90, 20, 505, 129), (95, 124, 505, 180)], [(90, 20, 505, 129), (95, 120, 505, 180)]),
+        # Those beside each other have lines of their own, even where they overlap by a little.
+        ("text text", [(95, 95, 301, 130), (300, 95, 505, 136)], [(95, 95, 290, 132), (290, 95, 505, 136)]),
+        ("text image", [(95, 95, 297, 130), (300, 95, 505, 136)], [(95, 95, 297, 132), (300, 95, 505, 136)]),
+        # A block around it is no rival.
+        ("list text", [(90, 90, 510, 140), (95, 94, 505, 126)], [(90, 90, 510, 140), (95, 94, 505, 132)]),
+        ("code text", [(95, 93, 505, 140), (95, 94, 505, 126)], [(95, 93, 505, 140), (95, 94, 505, 132)]),
+        ("text text text text", NOTHING_OR_ALL, NOTHING_OR_ALL),
+    ],
+)
+def test_a_line_is_of_the_block_that_has_most_of_it(kinds: str, boxes: list[tuple], become: list[tuple]) -> None:
+    assert moved(page(), *boxes, kinds=kinds.split()) == become
 
 
 def test_letters_may_end_with_the_page() -> None:
     picture = np.roll(page(), -100, axis=0)
     assert moved(picture, (95, 6, 505, 40)) == [(95, 0, 505, 40)]
     assert moved(picture[::-1], (95, 960, 505, 994)) == [(95, 960, 505, 1000)]
-
-
-@pytest.mark.parametrize("around", [("list", (90, 90, 510, 140)), ("code", (95, 93, 505, 140))])
-def test_a_block_around_it_is_no_rival(around: tuple[str, tuple]) -> None:
-    kind, box = around
-    assert moved(page(), box, (95, 94, 505, 126), kinds=[kind]) == [box, (95, 94, 505, 132)]
 
 
 def test_what_is_not_read_is_left_alone_and_keeps_its_own() -> None:
@@ -108,12 +105,6 @@ def test_a_table_keeps_its_frame() -> None:
     picture = np.full((SIDE, SIDE), 255, np.uint8)
     picture[200:300, 200:800], picture[202:298, 202:798] = 0, 255
     assert moved(picture, (201, 205, 790, 299), kinds=["table"]) == [(200, 200, 800, 300)]
-
-
-def test_boxes_that_hold_nothing_or_everything() -> None:
-    boxes = [(0, 0, 1000, 1000), (500, 500, 500.4, 600), (999, 999, 1000, 1000), (600, 600, 700, 700)]
-    assert moved(page(), *boxes) == boxes
-    assert moved(np.full((SIDE, SIDE), 255, np.uint8), *boxes) == boxes
 
 
 def test_true_boxes_of_rendered_pages_stay_and_shifted_ones_get_their_letters_back() -> None:
