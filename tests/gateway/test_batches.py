@@ -166,7 +166,6 @@ def test_what_no_batch_can_be_made_of(serve: Serve) -> None:
         ({"endpoint": "/v1/embeddings"}, "endpoint: Input should be"),
         ({"completion_window": "1 week"}, "completion_window: "),
         ({"completion_window": "0h"}, "completion_window: "),
-        ({"metadata": {"a": 1}}, "metadata.a: "),
         ({"metadata": {str(number): "" for number in range(17)}}, "at most 16"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, "output_expires_after is not known"),
     ]
@@ -230,28 +229,6 @@ def test_a_server_that_is_away_or_busy_costs_no_answer(serve: Serve, error: Exce
     assert answers(client, batch) == {name: f"answer to {name}" for name in "abcde"} and batch.error_file_id is None
 
 
-def test_a_start_goes_on_with_what_was_checked_and_what_is_over(serve: Serve, tmp_path: Path) -> None:
-    """As a gateway leaves it that was killed while it checked the lines."""
-    (tmp_path / "batches").mkdir()
-    database = Database(tmp_path / "batches")
-    room = jobs.Files(database)
-    key = room.begin("in.jsonl", jobs.UPLOADED)
-    names = [f"{number}" for number in range(2 * jobs.SLICE_LINES)]
-    room.append(key, list(enumerate((line(name).encode() + b"\n" for name in names), 1)))
-    todo = jobs.Jobs(database, room)
-    fields = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
-    batch = todo.create(jobs.NewBatch(input_file_id=room.finish(key)["id"], **fields))  # type: ignore[arg-type]
-    assert todo.check(1) and todo.find(batch["id"])["total"] == jobs.SLICE_LINES
-    answered = {"choices": [{"message": {"content": "before"}}]}
-    for _ in range(2):  # the second comes too late
-        todo.write(1, 2, True, jobs.result("1", {"body": answered}, None))
-    database.close()
-    server = AnsweringServer()
-    client = serve(server)
-    whole = answers(client, over(client, client.batches.retrieve(batch["id"])))
-    assert list(whole) == names and whole["1"] == "before" and sorted(server.asked) == sorted({*names} - {"1"})
-
-
 def test_deleted_and_unfinished_files_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Database(tmp_path)) as database:
         room = jobs.Files(database)
@@ -295,6 +272,8 @@ import json, os, signal, sys, threading
 from clients.fake_transport import FakeTransport, final
 from tessera_client import client
 from tessera_client.transports.base import Sent
+from tessera_gateway.batches import service
+from tessera_gateway.batches.jobs import Jobs
 from tessera_gateway.cli import gateway_main
 
 folder, kill_at = os.environ["FOLDER"], int(os.environ["KILL_AT"])
@@ -315,7 +294,14 @@ class Killing(FakeTransport):
         threading.Timer(len(self.requests) % 3 * 0.002, answer).start()
         return Sent(lambda: None, lambda: None)
 
+class Half(Jobs):
+    "Its process dies when some of the lines have been checked."
+    def check(self, key):
+        return super().check(key) and os.kill(os.getpid(), signal.SIGKILL)
+
 client.open_transport = lambda url, models: Killing()
+if kill_at == 1:
+    service.Jobs = Half
 sys.exit(gateway_main([*sys.argv[1:], "--workers", "1", "--batch-folder", folder, "--batch-concurrency", "8"]))
 """
 
@@ -329,8 +315,8 @@ def test_no_id_is_lost_or_answered_twice(tmp_path: Path, monkeypatch: pytest.Mon
     names = [f"r{number}" for number in range(300)]
     lines = [line(name) for name in names]
     lines[150] = "nonsense"
-    # Of two on a folder the second goes on where the first is killed; and a new one where both are.
-    with killed(80) as (first, address), killed(80) as (second, _), client_of(address) as client:
+    # Of two on a folder the second goes on where the first is killed, within the checks; and a new one where both are.
+    with killed(1) as (first, address), killed(80) as (second, _), client_of(address) as client:
         batch = create(client, *lines)
         assert first.wait(60) == second.wait(60) == -signal.SIGKILL
     with killed(0) as (_, address), client_of(address) as client:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from http.client import parse_headers
 from typing import Any
 
+import gateway_doubles
 import httpx
 import pytest
 import uvicorn
@@ -92,9 +93,8 @@ class Served:
 
 @contextmanager
 def serving(*script: Any, **settings: Any) -> Iterator[Served]:
-    asked = Asked(FakeTransport(script), Settings(**settings))
-    with listening(asked.app) as address:
-        served = Served(asked, address)
+    with gateway_doubles.served(*script, **settings) as door:
+        served = Served(*door)
         yield served
         for line in served.lines:
             line.close()
