@@ -252,9 +252,14 @@ class Harmless(Part):
     user: str | None = None
 
 
-class Sampling(Part):
-    """What the server has under the same name."""
-
+class ChatRequest(Harmless):
+    model: str
+    messages: Several[Message] = Field(min_length=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     stop: StringOr[Several[str]] | None = None
@@ -262,6 +267,12 @@ class Sampling(Part):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: Format[JsonSchema] | None = None
+    tools: Annotated[Several[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+
     top_k: int | None = None
     min_p: float | None = None
     stop_token_ids: Several[int] | None = None
@@ -271,22 +282,6 @@ class Sampling(Part):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: int | None = None
-
-
-class ChatRequest(Harmless, Sampling):
-    model: str
-    messages: Several[Message] = Field(min_length=1)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    response_format: Format[JsonSchema] | None = None
-    tools: Annotated[Several[Tool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
-
     vllm_xargs: VllmArguments | None = None
     mm_processor_kwargs: ProcessorArguments | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -54,18 +54,13 @@ def too_large(path: str, size: int, settings: Settings) -> ApiError | None:
 
 async def read(request: Request) -> bytes:
     """The body. Raises ApiError where it is too long, takes too long, or its client goes away."""
-    seconds = request.app.state.settings.timeout_s
-    try:
-        return await asyncio.wait_for(_whole(request), seconds)
-    except asyncio.TimeoutError:
-        words, close = f"the body did not arrive within {seconds:g} s", {"Connection": "close"}
-        raise ApiError(408, words, code="slow_body", headers=close) from None
+    return await _arriving(_whole(request), request.app.state.settings.timeout_s, "the body")
 
 
 async def _whole(request: Request) -> bytes:
     parts = list[bytes]()
     try:
-        async for part in pieces(request):
+        async for part in _limited(request):
             parts.append(part)
         return b"".join(parts)
     finally:
@@ -73,16 +68,29 @@ async def _whole(request: Request) -> bytes:
 
 
 async def pieces(request: Request) -> AsyncIterator[bytes]:
-    """The body as it comes, refused as soon as it is too long; one whose header says so was refused before. How long a
-    piece may take is the connection's to say."""
+    """The body as it comes. Raises as :func:`read`, where a piece takes too long."""
+    stream, seconds = _limited(request), request.app.state.settings.timeout_s
+    while piece := await _arriving(anext(stream, b""), seconds, "the next piece of the body"):
+        yield piece
+
+
+async def _limited(request: Request) -> AsyncIterator[bytes]:
+    """The body as it comes, refused as soon as it is too long; one whose header says so was refused before."""
     size, state = 0, request.app.state
+    async for part in request.stream():
+        size += len(part)
+        state.counters.add("body_bytes_total", len(part))
+        if refusal := too_large(request.url.path, size, state.settings):
+            raise refusal
+        yield part
+
+
+async def _arriving(coming: Awaitable[bytes], seconds: float, what: str) -> bytes:
     try:
-        async for part in request.stream():
-            size += len(part)
-            state.counters.add("body_bytes_total", len(part))
-            if refusal := too_large(request.url.path, size, state.settings):
-                raise refusal
-            yield part
+        return await asyncio.wait_for(coming, seconds)
+    except asyncio.TimeoutError:
+        words, close = f"{what} did not arrive within {seconds:g} s", {"Connection": "close"}
+        raise ApiError(408, words, code="slow_body", headers=close) from None
     except ClientDisconnect:
         raise ApiError(499, "the client went away", code="cancelled") from None
 

@@ -11,9 +11,14 @@ from typing import Any
 
 from tessera_client.messages import Answer, Delta, Usage
 from tessera_gateway.errors import ApiError
-from tessera_gateway.protocol import ChatRequest, Content, Message, Picture, Sampling
+from tessera_gateway.protocol import ChatRequest, Content, Message, Picture
 from tessera_gateway.tools import calling, instructed, message, shape, written
 
+SAME_NAME = (
+    *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed", "min_tokens", "ignore_eos"),
+    *("skip_special_tokens", "include_stop_str_in_output", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "priority"),
+)
 FINISHED = ("stop", "length")  # OpenAI's words too
 LEAST_LOGPROB = -9999.0  # what vLLM writes for minus infinity, which JSON has not
 
@@ -24,7 +29,7 @@ def sampling(request: ChatRequest, max_tokens: int | None) -> list[dict[str, Any
 
     ``max_tokens``, if any, counts where the request does not say and its answer is no label.
     """
-    options = request.model_dump(include=set(Sampling.model_fields))
+    options: dict[str, Any] = {name: getattr(request, name) for name in SAME_NAME}
     asked = request.limit
     if asked is None and max_tokens is not None and not (request.tessera and request.tessera.choices):
         asked = max(max_tokens, request.min_tokens or 0)

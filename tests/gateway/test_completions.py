@@ -13,7 +13,7 @@ from clients.fake_transport import SCORES, Hang, final
 from gateway_doubles import Asked, gateway
 
 from tessera_client import Delta, Unavailable
-from tessera_gateway import protocol
+from tessera_gateway import protocol, translation
 
 JPEG = "data:image/jpeg;base64," + base64.b64encode(b"jpeg").decode()
 TOKEN: dict[str, Any] = {"token_id": 5, "text": "yes", "logprob": -0.5}
@@ -197,3 +197,4 @@ def test_the_gateways_own_limit_is_for_requests_that_name_none() -> None:
 def test_every_field_of_a_request_is_in_the_table_above() -> None:
     shown = {name for given, _ in FIELDS for name, value in given.items() if value is not None}
     assert set(protocol.ChatRequest.model_fields) - shown == {"model", "stream_options"}
+    assert set(translation.SAME_NAME) < shown
