@@ -25,7 +25,8 @@ from hypothesis import strategies as some
 from python_multipart.exceptions import FormParserError
 
 from tessera_gateway.batches import database, routes, runner, service
-from tessera_gateway.batches.jobs import Files, Jobs
+from tessera_gateway.batches.files import Files
+from tessera_gateway.batches.jobs import Jobs
 from tessera_gateway.batches.routes import Form
 from tessera_gateway.errors import ApiError
 from tessera_gateway.settings import Settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from tessera.errors import ConfigError
 from tessera.launcher.gateway import Gateway
 from tessera.launcher.guard import descendants
 from tessera.launcher.process import command_line
+from tessera_gateway.batches import database
 from tessera_gateway.cli import gateway_main, server_config
 from tessera_gateway.settings import Settings
 
@@ -76,12 +78,23 @@ def test_what_cannot_work_is_said_in_a_line(flags: list[str], words: str, capsys
     assert words in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_folder_without_a_lock_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_lock_is_said_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And not served, with batches that nobody ever asks."""
-    (tmp_path / "lock").mkdir()
-    assert gateway_main(["--port", "0", "--batch-folder", str(tmp_path)]) == 1
+    (tmp_path / "no_file" / "lock").mkdir(parents=True)
+    flags = ["--port", "0", "--batch-folder"]
+    assert gateway_main([*flags, str(tmp_path / "no_file")]) == 1
     said = capsys.readouterr().err
     assert "lock cannot be opened: Is a directory" in said and "give another --batch-folder" in said
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(database.fcntl, "flock", refuse)
+    assert gateway_main([*flags, str(tmp_path / "no_locks")]) == 1
+    said = capsys.readouterr().err
+    assert "lock cannot be locked: No locks available" in said and "--batch-folder on a local disk" in said
 
 
 def test_the_launchers_child_is_started_again_where_it_was_until_it_is_stopped(

@@ -160,6 +160,7 @@ def test_packages_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) 
         (["--otel", "localhost:4318"], {}, "like http://collector:4318, not to 'localhost:4318/v1/traces'"),
         ([], {"OTEL_EXPORTER_OTLP_ENDPOINT": "a:4317"}, "not to 'a:4317'"),
         (["--otel", "http://a"], {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "not by otlp over grpc"),
+        (["--otel", "http://a"], {"OTEL_TRACES_EXPORTER": "console"}, "not by console over http/protobuf"),
     ],
 )
 def test_what_cannot_be_sent_is_refused(

@@ -14,7 +14,7 @@ from python_multipart.exceptions import FormParserError, MultipartParseError
 from python_multipart.multipart import MultipartParser, MultipartState, parse_options_header
 from starlette.responses import JSONResponse, StreamingResponse
 
-from tessera_gateway.batches import jobs
+from tessera_gateway.batches import files, jobs
 from tessera_gateway.batches.database import is_full
 from tessera_gateway.batches.service import BatchService
 from tessera_gateway.connections import BODY, Body
@@ -64,7 +64,7 @@ async def list_files(request: Request, service: BatchService = HERE) -> dict[str
 
 @router.get("/v1/files/{name}")
 async def show_file(name: str, service: BatchService = HERE) -> dict[str, Any]:
-    return jobs.described_file(await service.database.call(service.files.find, name))
+    return files.described(await service.database.call(service.files.find, name))
 
 
 @router.delete("/v1/files/{name}")
@@ -142,7 +142,7 @@ async def upload(request: Request, service: BatchService) -> dict[str, Any]:
     async def write() -> None:
         nonlocal key
         if key is None:
-            key = await database.call(service.files.begin, form.filename, jobs.UPLOADED)
+            key = await database.call(service.files.begin, form.filename, files.UPLOADED)
         lines, size = form.take()
         await database.call(service.files.append, key, lines)
         if body is not None:
@@ -153,7 +153,7 @@ async def upload(request: Request, service: BatchService) -> dict[str, Any]:
         await database.call(database.require_room, declared_size(request.headers))
         async for piece in pieces(request):
             form.feed(piece)
-            if form.size >= jobs.SLICE_BYTES:
+            if form.size >= files.SLICE_BYTES:
                 await write()
         form.check_end()
         await write()
@@ -209,7 +209,7 @@ class Form:
         """To be called at the end of the body, whose last line may lack its end."""
         if self._parser.state != MultipartState.END:
             raise ApiError(400, "the form ends before its last boundary", code="invalid_form")
-        if self._contents["purpose"] != jobs.UPLOADED.encode():
+        if self._contents["purpose"] != files.UPLOADED.encode():
             raise ApiError(400, "purpose must be 'batch': files are kept for batches alone", "purpose", "invalid_value")
         if "file" not in self._begun:
             raise ApiError(400, "the form has no field 'file'", "file", "missing_required_parameter")
