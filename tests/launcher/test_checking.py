@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from tiny_qwen2_vl import write_model
 from tessera.checkpoint.weights import SafetensorsHeaders
 from tessera.errors import CheckpointError
 from tessera.launcher import checking
-from tessera.launcher.cli import parse
+from tessera.launcher.cli import parse, serve_main
 from tessera.launcher.settings import ServerSetup
 from tessera.settings.gpu import GIB, divide
 from tessera.settings.stages import EngineConfig, VisionSettings
@@ -130,13 +129,15 @@ def test_settings_are_part_of_it(folder: Path) -> None:
         judge(folder, "--only", "vision_encoder")
 
 
-def test_serve_ends_with_the_paragraph_before_a_server_is_started(folder: Path) -> None:
+def test_serve_ends_with_the_paragraph_before_a_server_is_started(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model-repository", str(REPOSITORY), "--checkpoint", str(folder), "--device", "cpu"]
+    assert serve_main([*flags, "--check"]) == 0 and "can be served on cpu" in capsys.readouterr().out
     tensors(lambda t: t.pop(f"{Q}.weight"))(folder)
-    command = [sys.executable, "-m", "tessera.launcher.cli", "--checkpoint", str(folder), "--device", "cpu"]
-    run = subprocess.run(command, cwd=REPOSITORY.parent, capture_output=True, text=True)
-    assert run.returncode == 1 and run.stdout == ""
-    assert len(run.stderr.splitlines()) == 1
-    assert run.stderr.startswith(f"tessera: {folder} cannot be served: ") and "q_proj.weight: missing" in run.stderr
+    assert serve_main(flags) == 1
+    said, (line,) = (text.splitlines() for text in capsys.readouterr())
+    assert said == [] and line.startswith(f"tessera: {folder} cannot be served: ") and "q_proj.weight: missing" in line
 
 
 def test_a_check_that_fails_itself_is_told_and_stops_nothing(

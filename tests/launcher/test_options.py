@@ -21,8 +21,8 @@ from tessera.launcher.options import (
     server_environment,
     server_flags,
 )
-from tessera.launcher.process import log_path
 from tessera.launcher.settings import ServerSetup
+from tessera.launcher.starting import log_path
 from tessera.settings import gpu
 from tessera.settings.gpu import divide
 from tessera_gateway.settings import add_options

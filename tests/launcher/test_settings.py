@@ -18,7 +18,6 @@ from tessera.launcher.settings import (
     MB,
     ServerSetup,
     lay_out,
-    python_processes,
     read_config,
     regions,
     set_up,
@@ -141,21 +140,11 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return lambda megabytes: setattr(usage, "free", megabytes * MB)
 
 
-def test_every_instance_of_a_python_model_is_a_process():
-    assert python_processes(REPOSITORY, None, ServerSetup({}, [], "cpu")) == 6
-    assert python_processes(REPOSITORY, "tensorrt", ServerSetup({}, [], "cuda")) == 5  # the plan is none
-    assert python_processes(REPOSITORY, None, ServerSetup({}, [], "cuda", instances=8)) == 12
-    assert python_processes(REPOSITORY, None, ServerSetup({}, [], "cuda", only=("vision_encoder",))) == 1
-
-
-@pytest.mark.parametrize(
-    "megabytes, processes, servers, start",
-    [(2048, 6, 1, 64), (2047, 6, 1, 1), (64, 6, 1, 1), (2500, 30, 1, 1), (3000, 30, 1, 64), (4000, 6, 2, 1)],
-)
-def test_regions_are_small_where_large_ones_would_not_fit(free, megabytes, processes, servers, start):
-    free(megabytes)
-    region, shortage = regions(processes, servers)
-    assert region.start == start * MB and (shortage is None) == (start > 1)
+def test_every_instance_of_a_python_model_is_a_process() -> None:
+    assert set_up(REPOSITORY, None, {}, {"device": "cpu"}).processes == 6
+    assert set_up(REPOSITORY, "tensorrt", {INSTANCES: "2"}, {}).processes == 5  # the plan is none
+    assert set_up(REPOSITORY, None, {}, {"preprocess.instances": "8"}).processes == 12
+    assert set_up(REPOSITORY, None, {}, {}, ("vision_encoder",)).processes == 1
 
 
 def test_too_little_is_said_with_what_is_wanted_and_what_can_never_do_is_refused(free):
@@ -170,3 +159,8 @@ def test_too_little_is_said_with_what_is_wanted_and_what_can_never_do_is_refused
         regions(6)
     free(12)
     assert regions(6)[0] == (MB, MB)
+    free(2048)
+    assert regions(6) == ((64 * MB, 32 * MB), None)
+    free(3000)
+    assert regions(30)[1] is None
+    assert regions(6, servers=2)[0] == (MB, MB)

@@ -23,7 +23,7 @@ from tessera.launcher.gateway import Gateway
 from tessera.launcher.health import health_port
 from tessera.launcher.options import ServerOptions, one_per_gpu
 from tessera.launcher.process import Server
-from tessera.launcher.settings import ServerSetup, python_processes, regions
+from tessera.launcher.settings import ServerSetup, regions
 from tessera.launcher.starting import Progress
 from tessera.launcher.supervisor import Fleet, Supervision
 from tessera.settings.gpu import DEFAULT_MODELS, check_gpus
@@ -69,8 +69,7 @@ def serve_main(argv: Sequence[str] | None = None, gateway_options: GatewayOption
         if with_gateway(flags.openai_port, options.only):
             gateway = Gateway(options.host, flags.openai_port, say, flags.gateway)
         fleet = Fleet(one_per_gpu(options, gpus) if gpus else [options], supervision, say, gateway, Progress())
-        processes = python_processes(options.model_repository, options.model_config_name, setup)
-        _, scarce = regions(processes, len(fleet.servers))
+        _, scarce = regions(setup.processes, len(fleet.servers))
         if scarce:
             say(scarce, error=True)
         if setup.division:

@@ -12,9 +12,7 @@ the launcher's own, because tritonserver itself stays "ready" over dead stages.
 
 from __future__ import annotations
 
-import http.server
 import json
-import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.request import HTTPHandler, OpenerDirector, Request
 
@@ -201,7 +200,7 @@ def health_port(report: Callable[[], Page], host: str, port: int) -> Iterator[st
     Raises ConfigError if the address cannot be listened on.
     """
 
-    with Listener((host, port), partial(PageHandler, report), bind_and_activate=False) as listener:
+    with ThreadingHTTPServer((host, port), partial(PageHandler, report), bind_and_activate=False) as listener:
         listener.socket.close()
         listener.socket = listen(host, port, "--health-port")
         threading.Thread(target=listener.serve_forever, args=(0.1,), name="health", daemon=True).start()
@@ -211,22 +210,19 @@ def health_port(report: Callable[[], Page], host: str, port: int) -> Iterator[st
             listener.shutdown()
 
 
-class Listener(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away."""
-
-
-class PageHandler(http.server.BaseHTTPRequestHandler):
+class PageHandler(BaseHTTPRequestHandler):
     """One request to the health port."""
 
-    timeout = 5.0  # a client that says nothing gets nothing
+    timeout = 60.0  # a client that says nothing is hung up on; one that is merely slow, on a busy machine, is not
     server_version, sys_version = "tessera", ""
 
     def __init__(self, report: Callable[[], Page], *of_the_listener: Any) -> None:
         self.report = report
         super().__init__(*of_the_listener)
+
+    def handle(self) -> None:
+        with suppress(ConnectionError, TimeoutError):  # the client went away; any other fault is told
+            super().handle()
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]

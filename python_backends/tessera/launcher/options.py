@@ -18,9 +18,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import tessera
 from tessera.errors import ConfigError
-from tessera.launcher.installation import Installation
-from tessera.launcher.settings import INSTANCES, ServerSetup, python_processes, regions, set_up
+from tessera.launcher.installation import Installation, find_installation
+from tessera.launcher.settings import INSTANCES, SHARED_MEMORY, ServerSetup, lay_out, regions, set_up
 from tessera.settings.schema import check, setting
 
 SERVICES = ("http", "grpc", "metrics")
@@ -106,6 +107,25 @@ def local_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def guard_job(options: ServerOptions, setup: ServerSetup, shm_prefix: str, grace_s: float) -> dict[str, Any]:
+    """What the guard is told to run. Raises InstallationError."""
+    # Links in folders that go with the server, however that ends.
+    runtime, models = (SHARED_MEMORY / f"{shm_prefix}{name}" for name in ("runtime", "models"))
+    installation = find_installation(runtime)
+    repository = lay_out(options.model_repository, options.model_config_name, setup, models)
+    environment = server_environment(options, installation, setup)
+    flags = server_flags(options, installation, shm_prefix, setup, repository)
+    return {
+        "command": [str(installation.root / "bin" / "tritonserver"), *flags],
+        "environment": environment,
+        "mps_control": mps_control(options, environment, setup.device),
+        # The stubs have the server's folder on sys.path: so model.py finds this package, installed or not.
+        "folder": str(Path(tessera.__file__).resolve().parent.parent),
+        "shm_prefix": shm_prefix,
+        "grace_s": grace_s,
+    }
+
+
 def mps_control(options: ServerOptions, environment: Mapping[str, str], device: str) -> str | None:
     """The program to start as this server's MPS daemon; None without a GPU, without MPS, or if it is not wanted.
 
@@ -126,7 +146,7 @@ def server_flags(
     repository: Path,
 ) -> list[str]:
     """The command line of tritonserver after the program's name."""
-    memory, _ = regions(python_processes(repository, options.model_config_name, setup))
+    memory, _ = regions(setup.processes)
     flags = [
         f"--model-repository={repository.resolve()}",
         # Auto-complete imports every model.py twice; our configurations are complete.

@@ -23,21 +23,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import tessera
 from tessera.errors import TesseraError
 from tessera.launcher import guard
 from tessera.launcher.health import NoAnswer, request
-from tessera.launcher.installation import STUB, find_installation
-from tessera.launcher.options import ServerOptions, hold_ports, mps_control, server_environment, server_flags
-from tessera.launcher.settings import SHARED_MEMORY, ServerSetup, lay_out
-from tessera.launcher.starting import check_repository, explain_log, failed_models
-from tessera.settings.user_cache import cache_folder
+from tessera.launcher.installation import STUB
+from tessera.launcher.options import ServerOptions, guard_job, hold_ports
+from tessera.launcher.settings import ServerSetup
+from tessera.launcher.starting import check_repository, explain_log, failed_models, log_path, remove_old_logs
 
 # tritonserver ends one second after its exit timeout at the latest, if it ends by itself at all.
 GRACE_BEYOND_EXIT_TIMEOUT_S = 1.5
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 5.0
-KEPT_LOGS = 20
 START_ATTEMPTS = 3
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 WEIGHTS = re.compile(r'^tessera_weight_bytes\{.*?stage="([^"]*)",weights="([^"]*)".*?\} (\S+)', re.M)
@@ -289,7 +286,7 @@ class Server:
             self.log_path.replace(self.log_path.with_name(self.log_path.name + ".1"))
         self._runs += 1
         with open(self.log_path, "wb") as log:
-            job = self._job()
+            job = guard_job(self.options, self.setup, self.shm_prefix, self._grace_s)
             self._guard = Child([sys.executable, "-I", "-S", guard.__file__], log)
         self._guard.tell(json.dumps(job))
         line = self._guard.hear()
@@ -297,25 +294,6 @@ class Server:
             raise ServerStartError(self._fail(f"could not run {job['command'][0]}"))
         begun = json.loads(line)
         self.pid, self.mps = begun["pid"], begun["mps"]
-
-    def _job(self) -> dict[str, Any]:
-        """What the guard is told to run."""
-        options = self.options
-        # Links in folders that go with the server, however that ends.
-        runtime, models = (SHARED_MEMORY / f"{self.shm_prefix}{name}" for name in ("runtime", "models"))
-        installation = find_installation(runtime)
-        repository = lay_out(options.model_repository, options.model_config_name, self.setup, models)
-        environment = server_environment(options, installation, self.setup)
-        flags = server_flags(options, installation, self.shm_prefix, self.setup, repository)
-        return {
-            "command": [str(installation.root / "bin" / "tritonserver"), *flags],
-            "environment": environment,
-            "mps_control": mps_control(options, environment, self.setup.device),
-            # The stubs have the server's folder on sys.path: so model.py finds this package, installed or not.
-            "folder": str(Path(tessera.__file__).resolve().parent.parent),
-            "shm_prefix": self.shm_prefix,
-            "grace_s": self._grace_s,
-        }
 
     def _wait_ready(self) -> None:
         """Polls until all models are ready; raises ServerStartError and cleans up when that will not happen."""
@@ -394,19 +372,6 @@ class Server:
         """Takes the guard's last line, where there is one."""
         for line in lines:
             self._end = json.loads(line)
-
-
-def log_path(options: ServerOptions) -> Path:
-    """Where a server with these options logs; servers of one launcher differ by their names."""
-    path = options.log_path or cache_folder() / "logs" / f"tritonserver-{os.getpid()}.log"
-    return path.with_name(f"{path.stem}-{options.name}{path.suffix}") if options.name else path
-
-
-def remove_old_logs(folder: Path) -> None:
-    """Leaves the newest in the folder of logs that nobody asked for."""
-    with contextlib.suppress(FileNotFoundError):  # another start removes them at this moment
-        for old in sorted(folder.glob("*.log*"), key=os.path.getmtime)[:-KEPT_LOGS]:
-            old.unlink()
 
 
 def command_line(pid: int) -> list[str]:

@@ -38,7 +38,8 @@ class InstanceSettings:
 @dataclass
 class ServerSetup:
     """What one server is started with. ``division`` is None without a GPU, or where the driver does not say its size;
-    ``instances`` of preprocess differ from config.pbtxt's, or are None; ``stages``: our own stages' settings."""
+    ``instances`` of preprocess differ from config.pbtxt's, or are None; ``stages``: our own stages' settings;
+    ``processes``: how many Python models run, each instance in one."""
 
     environment: dict[str, str]
     effective: list[Effective]
@@ -47,6 +48,7 @@ class ServerSetup:
     instances: int | None = None
     stages: dict[str, Any] = field(default_factory=dict)
     only: tuple[str, ...] = ()
+    processes: int = 0
 
 
 def variables(given: Mapping[str, str]) -> dict[str, str]:
@@ -85,11 +87,11 @@ def set_up(
     known = {path.parent.name for path in repository.glob("*/config.pbtxt")}
     for name in set(only) - known:
         raise ConfigError(f"--only {name}: there is no such model{nearest(name, known)}")
-    kinds = {stage: kind for stage, kind in STAGES.items() if stage in (only or known) and stage in known}
-    configs = {stage: read_config(config_file(repository, stage, config_name)) for stage in kinds}
+    configs = {name: read_config(config_file(repository, name, config_name)) for name in sorted(set(only) or known)}
+    kinds = {stage: kind for stage, kind in STAGES.items() if stage in configs}
     all_told = {**environment, **told}
     counted = {INSTANCES: count} if (count := all_told.pop(INSTANCES, None)) else {}
-    sources = {stage: Sources(stage, parameters(config), all_told) for stage, config in configs.items()}
+    sources = {stage: Sources(stage, parameters(configs[stage]), all_told) for stage in kinds}
     found: dict[str, Effective] = {}
 
     def report(effective: Effective) -> None:
@@ -124,13 +126,20 @@ def set_up(
     found["checkpoint"] = found["checkpoint"]._replace(value=checkpoint.resolve())
     if server.device == "auto":
         found["device"] = Effective("device", device, "device")
+    processes = {
+        name: sum(group.count or 1 for group in config.instance_group) or 1
+        for name, config in configs.items()
+        if config.backend == "python"
+    }
     if PREPROCESS in kinds:
         stated = configs[PREPROCESS].instance_group[0].count
         said = {"instances": str(stated)} if stated != InstanceSettings.instances else {}
         own = schema.read(InstanceSettings, Sources(PREPROCESS, said, counted), device, report=report)
         instances = own.instances if own.instances != stated else None
+        processes[PREPROCESS] = own.instances
     environment = told | {"TESSERA_DEVICE": device}
-    return ServerSetup(environment, list(found.values()), device, division, instances, stages, only)
+    running = sum(processes.values())
+    return ServerSetup(environment, list(found.values()), device, division, instances, stages, only, running)
 
 
 def config_file(repository: Path, model: str, config_name: str | None) -> Path:
@@ -193,17 +202,6 @@ class Region(NamedTuple):
 # A larger start saves growing at the first big picture; a small /dev/shm (64 MB is Docker's default) must still hold
 # the regions of all processes after their first growth.
 ROOMY, MODEST = Region(64 * MB, 32 * MB), Region(1 * MB, 1 * MB)
-
-
-def python_processes(repository: Path, config_name: str | None, setup: ServerSetup) -> int:
-    """How many stubs a server of this repository has."""
-    count = 0
-    for name in (file.parent.name for file in repository.glob("*/config.pbtxt")):
-        config = read_config(config_file(repository, name, config_name))
-        if config.backend == "python" and name in (setup.only or [name]):
-            own = setup.instances if name == PREPROCESS else None
-            count += own or sum(group.count or 1 for group in config.instance_group) or 1
-    return count
 
 
 def regions(processes: int, servers: int = 1) -> tuple[Region, str | None]:

@@ -1,38 +1,33 @@
 """What the servers are at while they start, stage by stage, as their logs have it: a table in a terminal, else a line
 for each stage that is loaded. tritonserver answers no request before all models are loaded, so there is nothing to ask.
 
-Why a server did not start: what its model repository lacks, and what its log says.
+Why a server did not start: what its model repository lacks, and what its log says, and where that is.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from tessera.errors import ConfigError
+from tessera.launcher.options import ServerOptions
 from tessera.launcher.settings import SHARED_MEMORY, config_file, read_config
 from tessera.settings.stages import STAGES
+from tessera.settings.user_cache import cache_folder
 
 LOADING = re.compile(r'"loading: ([^:"]+):\d+"')
 LOADED = re.compile(r"successfully loaded '([^']+)'")
 NOTE = re.compile(r'^(?:[IWE]\d{4} \S+ \d+ \S+\] )?"?(\w+): (.*?)"?$')
+KEPT_LOGS = 20
 QUIET_S = 30.0
 """Without a terminal, a stage that still loads after this long is named again, each time."""
-
-
-@dataclass
-class Row:
-    """A model under way, or loaded after ``seconds``. ``note``: what it said last in the log."""
-
-    began: float
-    seconds: float | None = None
-    note: str = ""
 
 
 class Progress:
@@ -41,11 +36,12 @@ class Progress:
 
     def __init__(self, stream: TextIO | None = None):
         self._stream = stream or sys.stderr
-        self._rows: dict[tuple[str, str], Row] = {}
+        self._table: Any = None
+        self._rows: dict[tuple[str, str], Any] = {}
+        """A task of the table for each model under way or loaded; its ``note``: what it said last in the log."""
         self._read: dict[str, int] = {}
         self._lock = threading.RLock()
-        self._live: Any = None
-        self._begun = self._ended = False
+        self._ended = False
         self._said = time.monotonic()
 
     def read(self, server: str, log: str) -> None:
@@ -56,43 +52,50 @@ class Progress:
                 return
             self._begin()
             if len(log) < self._read.get(server, 0):  # of a start after a crash
-                self._rows = {key: row for key, row in self._rows.items() if key[0] != server}
+                for key in [key for key in self._rows if key[0] == server]:
+                    self._table.remove_task(self._rows.pop(key).id)
                 self._read[server] = 0
             end = log.rfind("\n") + 1
             for line in log[self._read.get(server, 0) : end].splitlines():
                 if match := LOADING.search(line):
-                    self._rows[server, match[1]] = Row(now)
+                    self._loading(server, match[1])
                 elif match := LOADED.search(line):
-                    self._loaded(server, match[1], now)
+                    self._loaded(server, match[1])
                 elif (match := NOTE.search(line)) and (row := self._rows.get((server, match[1]))):
-                    row.note = match[2]
+                    self._table.update(row.id, note=match[2])
             self._read[server] = end
-            if self._live is None and now - self._said >= QUIET_S:
-                for key, row in self._rows.items():
-                    if row.seconds is None:
-                        self._line(f"{name(*key)} has been loading for {now - row.began:.0f} s", row.note)
+            if self._table.disable and now - self._said >= QUIET_S:
+                for row in self._rows.values():
+                    if not row.finished:
+                        self._line(f"{row.description} has been loading for {row.elapsed:.0f} s", row.fields["note"])
 
     def gateway(self, ready: bool) -> None:
         """That it is being started, or is ready."""
         with self._lock:
+            self._begin()
             if ready:
-                self._loaded("", "gateway", time.monotonic())
+                self._loaded("", "gateway")
             else:
-                self._rows["", "gateway"] = Row(time.monotonic())
+                self._loading("", "gateway")
 
     def end(self) -> None:
         """Leaves what is shown as it is. Harmless when called again."""
         with self._lock:
             self._ended = True
-            live, self._live = self._live, None
-        if live is not None:
-            live.stop()  # outside the lock: it waits for a thread that draws a last time
+        if self._table is not None:
+            self._table.stop()  # outside the lock: it waits for a thread that draws a last time
 
-    def _loaded(self, server: str, stage: str, now: float) -> None:
-        row = self._rows.setdefault((server, stage), Row(now))
-        row.seconds, row.note = now - row.began, ""
-        if self._live is None and stage in STAGES and not self._ended:  # fronts and ensemble take no time
-            self._line(f"{name(server, stage)} loaded in {row.seconds:.1f} s")
+    def _loading(self, server: str, stage: str) -> Any:
+        self._table.add_task(f"{server}: {stage}" if server else stage, total=1, note="")
+        row = self._rows[server, stage] = self._table.tasks[-1]
+        return row
+
+    def _loaded(self, server: str, stage: str) -> None:
+        row = self._rows.get((server, stage)) or self._loading(server, stage)
+        self._table.stop_task(row.id)
+        self._table.update(row.id, completed=1, note="")
+        if self._table.disable and stage in STAGES and not self._ended:  # fronts and ensemble take no time
+            self._line(f"{row.description} loaded in {row.elapsed:.1f} s")
 
     def _line(self, text: str, note: str = "") -> None:
         self._said = time.monotonic()
@@ -100,43 +103,41 @@ class Progress:
 
     def _begin(self) -> None:
         """Draws from now on, in a terminal that can. rich is imported here, when the server is already on its way."""
-        if self._begun:
+        if self._table is not None:
             return
-        self._begun = True
-        if self._stream.isatty():
-            from rich.console import Console
-            from rich.live import Live
+        from rich.console import Console
+        from rich.progress import Progress as Table
+        from rich.progress import SpinnerColumn, TextColumn
 
-            console = Console(file=self._stream)
-            if console.is_interactive:  # not a dumb one
-                # What else is said meanwhile goes above the table, but stays in a file that it was sent to.
-                here = sys.stdout.isatty()
-                self._live = Live(
-                    get_renderable=self._table, console=console, refresh_per_second=8, redirect_stdout=here
-                )
-                self._live.start()
-
-    def _table(self) -> Any:
-        from rich.spinner import Spinner
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table.grid(padding=(0, 2, 0, 0))
-        for how in ({}, {"no_wrap": True}, {"justify": "right"}, {"no_wrap": True, "style": "dim"}):
-            table.add_column(**how)
-        now = time.monotonic()
-        with self._lock:
-            for key, row in self._rows.items():
-                under_way = row.seconds is None
-                mark = Spinner("line") if under_way and not self._ended else Text(" " if under_way else "+", "green")
-                spent = now - row.began if row.seconds is None else row.seconds
-                table.add_row(mark, name(*key), f"{spent:.1f} s", Text(row.note, overflow="ellipsis"))
-        return table
+        console = Console(file=self._stream)
+        columns = (
+            SpinnerColumn("line", finished_text="[green]+"),
+            TextColumn("{task.description}", markup=False),
+            TextColumn("{task.elapsed:.1f} s", justify="right"),
+            TextColumn("{task.fields[note]}", style="dim", markup=False),
+        )
+        self._table = Table(
+            *columns,
+            console=console,
+            get_time=lambda: time.monotonic(),
+            # What else is said meanwhile goes above the table, but stays in a file that it was sent to.
+            redirect_stdout=sys.stdout.isatty(),
+            disable=not (self._stream.isatty() and console.is_interactive),  # a file, a dumb terminal
+        )
+        self._table.start()
 
 
-def name(server: str, stage: str) -> str:
-    """A stage's, with its server's in front where there are several."""
-    return f"{server}: {stage}" if server else stage
+def log_path(options: ServerOptions) -> Path:
+    """Where a server with these options logs; servers of one launcher differ by their names."""
+    path = options.log_path or cache_folder() / "logs" / f"tritonserver-{os.getpid()}.log"
+    return path.with_name(f"{path.stem}-{options.name}{path.suffix}") if options.name else path
+
+
+def remove_old_logs(folder: Path) -> None:
+    """Leaves the newest in the folder of logs that nobody asked for."""
+    with suppress(FileNotFoundError):  # another start removes them at this moment
+        for old in sorted(folder.glob("*.log*"), key=os.path.getmtime)[:-KEPT_LOGS]:
+            old.unlink()
 
 
 FAILED_MODEL = re.compile(r"failed to load '([^']+)' version \d+: (?:\w+(?: \w+)?: )?(.*)")
