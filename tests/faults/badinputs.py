@@ -127,6 +127,7 @@ def _json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
+@cache
 def named_faults() -> dict[str, tuple[dict[str, tuple[bytes, ...]], str]]:
     """The faults of issue 3, and words that the answer to each must have."""
     jpeg, png, webp = (pictures.seeds()[name] for name in ("jpeg", "png", "webp"))
@@ -213,6 +214,7 @@ def named_faults() -> dict[str, tuple[dict[str, tuple[bytes, ...]], str]]:
     }  # fmt: skip
 
 
+@cache
 def odd_but_good() -> dict[str, dict[str, tuple[bytes, ...]]]:
     """Unusual requests that must be answered."""
     encoded = pictures.seeds()

@@ -37,8 +37,7 @@ QUESTION = "Is there an exposed wire?"
 def test_the_launcher_starts_it_and_takes_it_along(tmp_path: Path) -> None:
     add_model(tmp_path / "models", "echo", ECHO, "TYPE_STRING")
     port = free_port()
-    launched = Launched(tmp_path / "models", tmp_path / "log", "--openai-port", str(port))
-    try:
+    with Launched(tmp_path / "models", tmp_path / "log", "--openai-port", str(port)) as launched:
         url = f"http://127.0.0.1:{port}"
         assert f", openai {url}, models echo" in launched.ready_line
         servers = httpx.get(f"{url}/metrics/servers", timeout=10, trust_env=False).text
@@ -49,9 +48,6 @@ def test_the_launcher_starts_it_and_takes_it_along(tmp_path: Path) -> None:
         launched.process.send_signal(signal.SIGTERM)
         assert launched.process.wait(10) == 0
         assert wait_until(lambda: all_gone(pids))
-    finally:
-        launched.process.kill()
-        launched.process.communicate()
 
 
 @pytest.fixture(scope="module")

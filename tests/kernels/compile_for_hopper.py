@@ -1,10 +1,11 @@
-"""Compiles the kernels w4a16 and gate_up_silu for a Hopper GPU, on any machine.
+"""Compiles a kernel (w4a16 or gate_up_silu) for a Hopper GPU, on any machine.
 
 A script, as an interpreted process cannot compile.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import triton
@@ -65,7 +66,9 @@ def w4a16(rows: int, plan: W4Plan, gated: bool) -> None:
 
 
 if __name__ == "__main__":
-    gate_up_silu(GateUpPlan())
-    for gated in (False, True):
-        w4a16(8, W4Plan(64, 2), gated)
-        w4a16(64, W4Plan(128, 2, warps=8), gated)
+    if sys.argv[1] == "gate_up_silu":
+        gate_up_silu(GateUpPlan())
+    else:
+        for gated in (False, True):
+            w4a16(8, W4Plan(64, 2), gated)
+            w4a16(64, W4Plan(128, 2, warps=8), gated)

@@ -44,14 +44,11 @@ class Scripted:
 
 
 class Lines(list[str]):
-    """What is said; `wait` is set once a line holds its text."""
+    """What is said; an event of `awaited` is set once a line holds its text."""
 
-    def __init__(self) -> None:
+    def __init__(self, *awaited: str) -> None:
         super().__init__()
-        self.awaited: dict[str, threading.Event] = {}
-
-    def wait_for(self, text: str) -> threading.Event:
-        return self.awaited.setdefault(text, threading.Event())
+        self.awaited = {text: threading.Event() for text in awaited}
 
     def __call__(self, message: str, error: bool) -> None:
         self.append(message)
@@ -71,8 +68,8 @@ def made(monkeypatch: pytest.MonkeyPatch, say: Lines, scripts: dict[str, list[An
 
 
 def test_one_line_when_all_are_ready_and_one_for_each_that_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    say = Lines()
-    both, back = say.wait_for("127.0.0.1:8001,127.0.0.1:8011"), say.wait_for("gpu1: ready")
+    say = Lines("127.0.0.1:8001,127.0.0.1:8011", "gpu1: ready")
+    both, back = say.awaited.values()
     fleet = made(monkeypatch, say, {"gpu0": ["ready", back, "dies"], "gpu1": ["ready", both, "ready", back, "dies"]})
     assert "dies (log" in fleet.run()
     fleet.stop()
@@ -81,20 +78,16 @@ def test_one_line_when_all_are_ready_and_one_for_each_that_comes_back(monkeypatc
     assert again.startswith("gpu1: ready in 1.2 s: grpc 127.0.0.1:8011, http")
 
 
-def test_a_server_that_is_given_up_leaves_the_others_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    say = Lines()
-    gone = say.wait_for("the other servers go on")
-    fleet = made(monkeypatch, say, {"gpu0": ["ready", "it dies"], "gpu1": ["ready", gone, "it dies too"]})
-    assert fleet.run() == "gpu1: it dies too (log: log-gpu1)"
-    assert [line for line in say if "stopped" in line] == [
-        "stopped: gpu0: it dies (log: log-gpu0); the other servers go on"
-    ]
-    fleet.stop()
-
-
-def test_without_restarts_the_first_death_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = made(monkeypatch, Lines(), {"gpu0": ["ready", "it died"], "gpu1": ["ready"]}, restart=False)
-    assert fleet.run() == "gpu0: it died (log: log-gpu0)"
+@pytest.mark.parametrize("restart", [True, False])
+def test_a_server_that_is_given_up_leaves_the_others_to_go_on_unless_nothing_is_restarted(
+    monkeypatch: pytest.MonkeyPatch, restart: bool
+) -> None:
+    say = Lines("the other servers go on")
+    last: list[Any] = [*say.awaited.values(), "it dies too"] if restart else []
+    fleet = made(monkeypatch, say, {"gpu0": ["ready", "it dies"], "gpu1": ["ready", *last]}, restart=restart)
+    assert fleet.run() == ("gpu1: it dies too (log: log-gpu1)" if restart else "gpu0: it dies (log: log-gpu0)")
+    told = ["stopped: gpu0: it dies (log: log-gpu0); the other servers go on"]
+    assert [line for line in say if "stopped" in line] == told * restart
     fleet.stop()  # and ends the other
 
 
@@ -102,12 +95,4 @@ def test_a_first_start_that_fails_is_raised_with_its_servers_name(monkeypatch: p
     fleet = made(monkeypatch, Lines(), {"gpu0": ["ready"], "gpu1": [ConfigError("no models")]})
     with pytest.raises(TesseraError, match="^gpu1: no models$"):
         fleet.run()
-    fleet.stop()
-
-
-def test_a_single_server_has_no_name_in_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    say = Lines()
-    fleet = made(monkeypatch, say, {"": ["ready", "it dies"]})
-    assert fleet.run() == "it dies (log: log)"
-    assert len(say) == 1 and say[0].startswith("ready in ")
     fleet.stop()

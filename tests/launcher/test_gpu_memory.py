@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
@@ -30,16 +29,25 @@ from tessera.settings.gpu import (
 )
 from tessera.settings.schema import Sources
 
+SMI = """#!/bin/sh
+case "$*" in
+    --id=3\\ *memory.total*) echo 143771 ;;
+    --id=*) exit 6 ;;
+    *) echo '0, GPU-5ac2-11, NVIDIA H200'; echo '1, GPU-77aa-22, NVIDIA H200' ;;
+esac
+"""
 VISION = MODELS[0].vision_tensors  # InternVL's
 
 
-@pytest.mark.parametrize("card", [16, 24, 80, 140])
+@pytest.mark.parametrize("card", [16, 140])
 def test_the_shares_are_the_dialled_part_of_the_card(card: int) -> None:
     given = divide(card * GIB, 0.9, (GIB, 4 * GIB))
     shares = given.server + given.embedding_pool + given.vision + given.language + CONTEXTS_BYTES
     assert shares == int(card * GIB * 0.9)
     assert given.vision > GIB and given.language > 4 * GIB
     assert f"of {card:.1f} GiB" in given.describe() and "language model" in given.describe()
+    with pytest.raises(ConfigError, match=r"weights take 130.0 GiB and its share is .*: raise gpu_memory \(0.9"):
+        divide(card * GIB, 0.9, (GIB, 130 * GIB))
 
 
 def test_a_vision_stage_elsewhere_or_with_a_share_of_its_own_leaves_the_rest(tmp_path: Path) -> None:
@@ -53,11 +61,6 @@ def test_a_vision_stage_elsewhere_or_with_a_share_of_its_own_leaves_the_rest(tmp
     assert divide(80 * GIB, 0.9, (GIB, 4 * GIB), vision=0).language == usual.language + usual.vision
 
 
-def test_a_model_that_is_too_large_is_refused_with_what_to_change() -> None:
-    with pytest.raises(ConfigError, match=r"weights take 30.0 GiB and its share is 1\d.\d GiB: raise gpu_memory \(0.9"):
-        divide(24 * GIB, 0.9, (GIB, 30 * GIB))
-
-
 def test_weights_are_counted_by_their_files_headers(tmp_path: Path) -> None:
     half, whole = np.zeros((4, 8), np.float16), np.zeros((3, 5), np.float32)
     save_file({"vision_tower.a": half, "model.vision_tower.b": half, "mlp1.0.c": whole}, tmp_path / "a.safetensors")
@@ -67,18 +70,11 @@ def test_weights_are_counted_by_their_files_headers(tmp_path: Path) -> None:
     assert weights_of(tmp_path, "bfloat16", VISION) == (2 * (32 + 32 + 15), 2 * 15 + 36 + 7)
     assert weights_of(tmp_path, "float32", VISION) == (4 * (32 + 32 + 15), 4 * 15 + 36 + 7)
     assert weights_of(tmp_path / "none", "", VISION) == (0, 0)
+    default = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
+    assert min(weights_of(default, "", vision_tensors(default))) > 1 << 20
     (tmp_path / "c.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     with pytest.raises(ConfigError, match="c.safetensors is no safetensors file"):
         weights_of(tmp_path, "", VISION)
-
-
-def test_both_stages_weights_of_the_default_checkpoint_are_found() -> None:
-    folder = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
-    header = json.loads((folder / "model.safetensors").read_bytes()[8:].split(b"]}}", 1)[0] + b"]}}")
-    header.pop("__metadata__", None)
-    vision, language = weights_of(folder, "", vision_tensors(folder))
-    assert vision > 1 << 20 and language > 1 << 20
-    assert vision + language == sum(2 * int(np.prod(tensor["shape"])) for tensor in header.values())
 
 
 def test_the_device_is_found_without_touching_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,21 +114,12 @@ def test_gpus_that_are_not_here_are_refused_with_what_is(tmp_path: Path, monkeyp
     monkeypatch.setattr(gpu, "why_no_gpu", lambda environment: None)
     monkeypatch.setenv("PATH", "/nowhere")
     check_gpus(("7",), {})  # CUDA will say
+    assert card_bytes({}) is None
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho '0, GPU-5ac2-11, NVIDIA H200'\necho '1, GPU-77aa-22, NVIDIA H200'\n")
+    tool.write_text(SMI)
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     check_gpus(("1", "GPU-5ac", "MIG-3"), {})
     with pytest.raises(ConfigError, match="there is no GPU 2 here; .* found: 0 .NVIDIA H200, GPU-5ac2-11.; 1"):
         check_gpus(("0", "2"), {})
-
-
-def test_the_drivers_tool_says_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text('#!/bin/sh\n[ "$1" = --id=3 ] && echo 143771\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert card_bytes({"CUDA_VISIBLE_DEVICES": "3,4"}) == 143771 << 20
-    assert card_bytes({}) is None
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert card_bytes({}) is None
+    assert card_bytes({"CUDA_VISIBLE_DEVICES": "3,4"}) == 143771 << 20 and card_bytes({}) is None

@@ -131,22 +131,18 @@ def eventually(file: Path) -> str:
     return file.read_text()
 
 
-def test_an_mps_daemon_is_there_before_the_server_and_goes_with_it(tmp_path: Path) -> None:
-    running = Guarded(ASKS_FOR_MPS, mps_control=mps_control(tmp_path))
-    assert eventually(Path(f"/dev/shm/{running.prefix}")) == "shared 1"
-    assert running.mps
+@pytest.mark.parametrize("who_ends", ["the server", "its daemon"])
+def test_an_mps_daemon_is_there_before_the_server_and_neither_outlives_the_other(tmp_path: Path, who_ends: str) -> None:
+    running = Guarded(ASKS_FOR_MPS, mps_control=mps_control(tmp_path), grace_s=60.0 * (who_ends == "its daemon"))
+    assert eventually(Path(f"/dev/shm/{running.prefix}")) == "shared 1" and running.mps
     pids = [int(pid) for pid in eventually(Path(f"/dev/shm/{running.prefix}mps/pids")).split()]
     assert len(pids) == 2 and all(command_line(pid) for pid in pids)
-    end = running.end(stop=True)
-    assert end["why"] is None and not any(command_line(pid) for pid in pids)
-
-
-def test_a_server_ends_with_its_mps_daemon(tmp_path: Path) -> None:
-    running = Guarded(ASKS_FOR_MPS, mps_control=mps_control(tmp_path), grace_s=60.0)
-    daemon, _ = eventually(Path(f"/dev/shm/{running.prefix}mps/pids")).split()
-    guard.kill(int(daemon))
-    end = running.end(stop=False)
-    assert end["why"] == "its MPS daemon ended" and not command_line(running.server)
+    if who_ends == "its daemon":
+        guard.kill(pids[0])
+        assert running.end(stop=False)["why"] == "its MPS daemon ended"
+    else:
+        assert running.end(stop=True)["why"] is None
+    assert not any(command_line(pid) for pid in (*pids, running.server))
 
 
 @pytest.mark.parametrize("first", ["sys.exit(1)", None])

@@ -38,8 +38,7 @@ class Stage:
         self.now = 0.0
         self.status = 200
         self.works: Callable[[], None] = lambda: None
-        self.completed = self.rows = self.pings = 0
-        self.loaded = True
+        self.rows = self.pings = 0
 
     def monotonic(self) -> float:
         return self.now
@@ -55,9 +54,7 @@ class Stage:
             sign = {"SIGN_OF_WORK": {"string_value": '{"rows": '}}
             page = {"name": "stage", "max_batch_size": 0, "input": [PING], "parameters": sign}
         elif path == "/v2/models/stage/stats":
-            status = 200 if self.loaded else 400
-            self.now += 0.0 if self.loaded else 0.25
-            page = {"model_stats": [{"inference_stats": {"success": {"count": self.completed}}}]}
+            page = {"model_stats": [{"inference_stats": {"success": {"count": 0}}}]}
         elif path == "/metrics":
             page = {"rows": self.rows}
         else:
@@ -90,14 +87,6 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.005)
 
 
-def test_answers_are_measured(stage: Stage, pinger: Pinger) -> None:
-    assert pinger.last("stage") == (None, None)
-    pinger.start()
-    until(lambda: None not in pinger.last("stage") + pinger.last("tritonserver"))
-    milliseconds, age = pinger.last("stage")
-    assert milliseconds == 250.0 and age >= 0.0 and pinger.failure() is None
-
-
 def test_a_stage_that_answers_with_errors_is_dead_after_the_same_time(stage: Stage, pinger: Pinger) -> None:
     stage.status = 500
     pinger.start()
@@ -106,22 +95,14 @@ def test_a_stage_that_answers_with_errors_is_dead_after_the_same_time(stage: Sta
     assert stage.pings == 4  # each took a quarter of a second
 
 
-@pytest.mark.parametrize("what", ["completed", "rows"])
-def test_a_stage_at_work_is_alive_though_its_ping_waits_in_the_queue(stage: Stage, pinger: Pinger, what: str) -> None:
+def test_a_stage_at_work_is_alive_though_its_ping_waits_in_the_queue(stage: Stage, pinger: Pinger) -> None:
     """Rows change within a long batch, a dozen of the vision stage's forwards, of which the server counts nothing."""
-    stage.status, stage.works = 500, lambda: setattr(stage, what, getattr(stage, what) + 1)
+    stage.status, stage.works = 500, lambda: setattr(stage, "rows", stage.rows + 1)
     pinger.start()
-    until(lambda: stage.pings >= 10)
+    until(lambda: stage.pings >= 6)
     assert pinger.failure() is None
     stage.works = lambda: None
     until(pinger.failure)
-
-
-def test_a_model_that_somebody_unloaded_is_not_missed(stage: Stage, pinger: Pinger) -> None:
-    stage.loaded = False
-    pinger.start()
-    until(lambda: stage.now >= 3.0)
-    assert pinger.failure() is None
 
 
 def test_what_brings_nothing_useful_is_no_answer() -> None:

@@ -136,11 +136,6 @@ LAST = "error: creating server: Internal - failed to load all models\n"
             "model 'broken' failed to load: ValueError: weights of layer 3 are missing [/models/broken/1/model.py(5): "
             "initialize]",
         ),
-        (
-            PYTHON_ERROR.replace("initialize", "<module>"),
-            "model 'broken' failed to load: ValueError: weights of layer 3 are missing [/models/broken/1/model.py(5): "
-            "<module>]",
-        ),
         (NO_FILE, "model 'nofile' failed to load: Python model file not found in '/models/nofile/1/model.py'"),
         (GRPC_PORT, "127.0.0.1:18601 is already in use (GRPC service)"),
         (
@@ -151,10 +146,6 @@ LAST = "error: creating server: Internal - failed to load all models\n"
         (
             "error: creating server: Internal - failed to stat file /nope\n",
             "creating server: Internal - failed to stat file /nope",
-        ),
-        (
-            "bin/tritonserver: unrecognized option '--nonsense'\nUsage: ...",
-            "bin/tritonserver: unrecognized option '--nonsense'",
         ),
         ('I1121 02:28:33 1 main.cc:1] "all is well"\n', None),
     ],

@@ -1,4 +1,4 @@
-"""A picture that no training has seen, the SDK's ways to the shared server, and a repository of toy models."""
+"""A picture that no training has seen, the SDK's ways to the shared server, the server of documents, and toy models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from toy_servers import COUNT, ECHO, add_model
+from toy_servers import COUNT, ECHO, MAY_MOUNT, REPOSITORY, Launched, add_model, memory_of
 
 import scene
 from tessera.launcher.process import Server
@@ -31,6 +31,15 @@ def doors(server: Server) -> Iterator[dict[str, Client]]:
 @pytest.fixture(scope="session")
 def client(doors: dict[str, Client]) -> Client:
     return doors["grpc"]
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    """`tessera serve --default documents`; where one may mount, with Docker's default of /dev/shm."""
+    log = tmp_path_factory.mktemp("documents") / "log"
+    through = memory_of("64m") if MAY_MOUNT else ()
+    with Launched(REPOSITORY, log, "--default", "documents", through=through) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

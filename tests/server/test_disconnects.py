@@ -9,6 +9,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import cv2
 import http_door
@@ -28,7 +31,7 @@ streams = [client.stream(None, f"Describe {i}.", max_tokens=7000, ignore_eos=Tru
 print(*(next(stream).text for stream in streams), flush=True)
 time.sleep(600)
 """
-SDK_OVER_HTTP = SDK.replace("sys.argv[1]", "sys.argv[2]").replace("ignore_eos=True", "ignore_eos=True, timeout=4")
+SDK_OVER_HTTP = SDK.replace("sys.argv[1]", "sys.argv[2]").replace("ignore_eos=True", "ignore_eos=True, timeout=6")
 
 TRITONCLIENT = """
 import queue, sys, time
@@ -75,6 +78,13 @@ time.sleep(600)
 """
 
 
+VLM, VLM_STREAM = (TRITONCLIENT + STREAM.replace("MODEL", f'"{model}"') for model in ("vlm", "vlm_stream"))
+TOLD = (SDK, TRITONCLIENT + LEASED, VLM_STREAM, TRITONCLIENT + UNARY)
+NOT_TOLD = tuple(
+    program.replace("SAMPLING = '{", 'SAMPLING = \'{"timeout_us": 6000000, ') for program in (VLM, SDK_OVER_HTTP)
+)
+
+
 def running(server) -> float:
     return http_door.total(http_door.read(server.metrics_url), "tessera_requests_in_flight")
 
@@ -83,92 +93,72 @@ def ended(server, reason: str) -> float:
     return http_door.read(server.metrics_url).get(f'tessera_requests_total{{reason="{reason}"}}', 0)
 
 
-def wait_for(server, wanted: float, seconds: float) -> None:
-    """Until that many requests are in flight; fails after `seconds`."""
+def arrived(server) -> float:
+    page = http_door.read(server.metrics_url)
+    return sum(http_door.total(page, f"tessera_requests_{which}") for which in ("in_flight", "total"))
+
+
+def wait_for(count: Callable[[Any], float], server, wanted: float, seconds: float) -> None:
+    """Until there are that many requests; fails after `seconds`."""
     started = time.monotonic()
-    while running(server) != wanted:
-        assert time.monotonic() - started < seconds, f"{running(server)} requests in flight, not {wanted}"
+    while (found := count(server)) != wanted:
+        assert time.monotonic() - started < seconds, f"{found} requests {count.__name__}, not {wanted}"
         time.sleep(0.02)
 
 
-def run_and_kill(server, program: str) -> None:
-    """Kills a client of three requests (SIGKILL) once all are at the language model."""
-    wait_for(server, 0, 60)
-    client = subprocess.Popen(
-        [sys.executable, "-c", program, server.grpc_url, server.http_url], stdout=subprocess.PIPE, text=True
-    )
+@contextmanager
+def clients(server, *programs: str) -> Iterator[list[subprocess.Popen]]:
+    """Of three requests each, all at the language model; killed at the end if not before."""
+    time.sleep(0.5)  # the page is renewed four times a second
+    wait_for(running, server, 0, 60)
+    before = arrived(server)
+    started = [
+        subprocess.Popen([sys.executable, "-c", program, server.grpc_url, server.http_url], stdout=subprocess.PIPE)
+        for program in programs
+    ]
     try:
-        assert client.stdout.readline().strip(), "it ended by itself"
-        wait_for(server, 3, 30)
+        assert all(client.stdout.readline().strip() for client in started), "one ended by itself"
+        wait_for(arrived, server, before + 3 * len(programs), 30)
+        yield started
     finally:
-        client.kill()
-        client.wait()
-
-
-VLM_STREAM = TRITONCLIENT + STREAM.replace("MODEL", '"vlm_stream"')
-
-
-@pytest.mark.parametrize(
-    "program",
-    [SDK, TRITONCLIENT + LEASED, VLM_STREAM, TRITONCLIENT + UNARY],
-    ids=["vlm by the SDK", "vlm with a lease", "vlm_stream", "vlm_unary"],
-)
-def test_a_killed_grpc_client_takes_its_work_along(server, program):
-    cancelled = ended(server, "cancelled")
-    run_and_kill(server, program)
-    wait_for(server, 0, 5)
-    assert ended(server, "cancelled") == cancelled + 3
-
-
-@pytest.mark.parametrize(
-    "program",
-    [TRITONCLIENT + STREAM.replace("MODEL", '"vlm"'), SDK_OVER_HTTP],
-    ids=["vlm without a lease", "vlm by the SDK over HTTP"],
-)
-def test_what_the_server_is_not_told_of_ends_by_its_deadline(server, program):
-    deadlines = ended(server, "deadline")
-    run_and_kill(server, program.replace("SAMPLING = '{", 'SAMPLING = \'{"timeout_us": 4000000, '))
-    wait_for(server, 0, 30)
-    assert ended(server, "deadline") == deadlines + 3
+        for client in started:
+            client.kill()
+            client.communicate()
 
 
 def hang_up(server, path: str, **sampling: int) -> None:
     """Sends a long request over HTTP and closes the connection once it is at the language model."""
-    wait_for(server, 0, 60)
+    before = arrived(server)
     host, port = server.http_url.removeprefix("http://").split(":")
     parameters = json.dumps({"max_tokens": 7000, "ignore_eos": True, **sampling})
     body = json.dumps({"text_input": "Describe.", "sampling_parameters": parameters})
     head = f"POST /v2/models/{path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall((head + body).encode())
-        wait_for(server, 1, 30)
+        wait_for(arrived, server, before + 1, 30)
 
 
-def test_an_http_client_that_hangs_up_on_vlm_stream_takes_its_work_along(server):
-    hang_up(server, "vlm_stream/generate_stream")
-    wait_for(server, 0, 5)
-
-
-@pytest.mark.parametrize("path", ["vlm_unary/generate", "vlm/generate_stream"])
-def test_an_http_client_that_hangs_up_elsewhere_leaves_it_to_the_deadline(server, path):
-    deadlines = ended(server, "deadline")
-    hang_up(server, path, timeout_us=3_000_000)
-    wait_for(server, 0, 30)
-    assert ended(server, "deadline") == deadlines + 1
-
-
-def test_a_client_that_is_merely_stopped_keeps_its_work(server):
-    wait_for(server, 0, 60)
-    client = subprocess.Popen([sys.executable, "-c", SDK, server.grpc_url], stdout=subprocess.PIPE, text=True)
-    try:
-        assert client.stdout.readline().strip()
-        client.send_signal(signal.SIGSTOP)
+def test_what_the_server_is_told_of_ends_at_once_and_a_client_that_is_merely_stopped_keeps_its_work(server):
+    cancelled = ended(server, "cancelled")
+    with clients(server, SDK, *TOLD) as (stopped, *others):
+        stopped.send_signal(signal.SIGSTOP)
+        for client in others:
+            client.kill()
+        hang_up(server, "vlm_stream/generate_stream")
+        wait_for(running, server, 3, 5)
         time.sleep(1)  # five times what it takes to notice a killed one
         assert running(server) == 3
-    finally:
-        client.kill()
-        client.wait()
-    wait_for(server, 0, 5)
+        assert ended(server, "cancelled") == cancelled + 3 * len(TOLD) + 1
+    wait_for(running, server, 0, 5)
+
+
+def test_what_the_server_is_not_told_of_ends_by_its_deadline(server):
+    deadlines = ended(server, "deadline")
+    with clients(server, *NOT_TOLD):
+        for path in ("vlm_unary/generate", "vlm/generate_stream"):
+            hang_up(server, path, timeout_us=3_000_000)
+    wait_for(running, server, 0, 30)
+    assert ended(server, "deadline") == deadlines + 3 * len(NOT_TOLD) + 2
 
 
 def crowd(count: int) -> list[bytes]:
@@ -184,9 +174,8 @@ def waiting_at_preprocess(server) -> float:
 
 
 def test_pictures_of_a_killed_client_do_not_hold_up_another(server, tmp_path):
-    (tmp_path / "pictures").mkdir()
     for number, picture in enumerate(crowd(48)):
-        (tmp_path / "pictures" / f"{number}.jpg").write_bytes(picture)
+        (tmp_path / f"{number}.jpg").write_bytes(picture)
     program = """
 import asyncio, pathlib, sys
 from tessera_client import AsyncClient
@@ -196,8 +185,8 @@ async def ask():
         await asyncio.gather(*(client.ask(path, "Describe.", max_tokens=7000, ignore_eos=True) for path in paths))
 asyncio.run(ask())
 """
-    wait_for(server, 0, 60)
-    client = subprocess.Popen([sys.executable, "-c", program, server.grpc_url, tmp_path / "pictures"])
+    wait_for(running, server, 0, 60)
+    client = subprocess.Popen([sys.executable, "-c", program, server.grpc_url, tmp_path])
     try:
         while waiting_at_preprocess(server) < 20:
             time.sleep(0.01)
@@ -207,4 +196,4 @@ asyncio.run(ask())
         client.wait()
     with Client(server.grpc_url) as other:
         other.ask(crowd(1)[0], "Which?", max_tokens=2, timeout=60)  # its turn comes after theirs
-    wait_for(server, 0, 5)
+    wait_for(running, server, 0, 5)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from http_door import post
 from toy_servers import BROKEN, CRASHING, ECHO, SLOW, STARVED, Launched, add_model, all_gone, is_stub, wait_until
 
 from tessera.launcher import process
@@ -34,10 +35,8 @@ def options(toys: Path, tmp_path: Path) -> ServerOptions:
 
 @pytest.fixture
 def launched(toys: Path, tmp_path: Path) -> Iterator[Launched]:
-    running = Launched(toys, tmp_path / "log")
-    yield running
-    running.process.kill()
-    running.process.communicate()
+    with Launched(toys, tmp_path / "log") as running:
+        yield running
 
 
 def echo(client: grpcclient.InferenceServerClient, text: str, model: str = "echo") -> str:
@@ -107,15 +106,6 @@ def test_a_killed_launcher_takes_the_server_along(launched: Launched) -> None:
     assert wait_until(lambda: not any(os.path.exists(path) for path in regions))
 
 
-def test_what_a_killed_server_leaves_is_removed(options: ServerOptions) -> None:
-    with Server(options) as server:
-        left = [*glob.glob(f"/dev/shm/{server.shm_prefix}*"), environment_of(server)]
-        os.kill(server.pid, signal.SIGKILL)
-        assert wait_until(lambda: server.failure() is not None)
-        assert server.failure() == server.failure() == "tritonserver ended: killed by signal 9"
-    assert not any(map(os.path.exists, left))
-
-
 def test_a_killed_guard_leaves_nothing_either(options: ServerOptions) -> None:
     with Server(options) as server:
         assert server._guard is not None
@@ -126,29 +116,34 @@ def test_a_killed_guard_leaves_nothing_either(options: ServerOptions) -> None:
     assert not glob.glob(f"/dev/shm/{server.shm_prefix}*")
 
 
-def test_a_dead_stub_is_a_failure_until_its_model_is_loaded_again(options: ServerOptions) -> None:
+def test_a_dead_stub_is_a_failure_until_its_model_is_loaded_again_and_so_is_a_dead_server(
+    options: ServerOptions,
+) -> None:
     with Server(replace(options, extra_flags=("--model-control-mode=explicit", "--load-model=*"))) as server:
         victim = server.stub_pids()["echo_0_0"]
         os.kill(victim, signal.SIGKILL)
         assert wait_until(lambda: server.failure() is not None)
         assert server.failure() == f"the Python process of 'echo_0_0' (process {victim}) died"
         for action in ("unload", "load"):
-            url = f"{server.http_url}/v2/repository/models/echo/{action}"
-            urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10).close()
+            post(f"{server.http_url}/v2/repository/models/echo/{action}", {})
         assert wait_until(lambda: server.failure() is None)
         with grpcclient.InferenceServerClient(server.grpc_url) as client:
             assert echo(client, "again") == "again"
+        left = [*glob.glob(f"/dev/shm/{server.shm_prefix}*"), environment_of(server)]
+        os.kill(server.pid, signal.SIGKILL)
+        assert wait_until(lambda: server.failure() is not None)
+        assert server.failure() == server.failure() == "tritonserver ended: killed by signal 9"
+    assert not any(map(os.path.exists, left))
 
 
 def test_a_model_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
     folder = tmp_path / "models"
     add_model(folder, "broken", BROKEN, "TYPE_INT32")
     add_model(folder, "echo", ECHO, "TYPE_STRING")
-    running = Launched(folder, tmp_path / "log")
-    _, errors = running.process.communicate(timeout=10)
-    assert running.process.returncode == 1 and running.ready_line == ""
-    assert errors.startswith("tessera: model 'broken' failed to load: ValueError: weights of layer 3 are missing [")
-    assert errors.count("\n") == 1
+    with Launched(folder, tmp_path / "log") as running:
+        assert running.process.wait(10) == 1 and running.ready_line == ""
+    (line,) = running.errors().splitlines()
+    assert line.startswith("tessera: model 'broken' failed to load: ValueError: weights of layer 3 are missing [")
 
 
 @pytest.mark.parametrize(
@@ -221,14 +216,13 @@ def test_a_server_that_is_not_ready_in_time_is_ended(options: ServerOptions, tmp
 
 def test_a_stop_during_the_start_leaves_nothing(tmp_path: Path) -> None:
     add_model(tmp_path / "models", "slow", SLOW, "TYPE_INT32")
-    running = Launched(tmp_path / "models", tmp_path / "log", wait=False)
-    # A start that tritonserver itself breaks off is begun again meanwhile, and what it forks may be there for a moment.
-    assert wait_until(lambda: any(map(is_stub, descendants(running.process.pid))), seconds=60)
-    pids = descendants(running.process.pid)
-    running.process.terminate()
-    assert running.process.wait(10) == 0
-    assert all_gone(pids)
-    running.process.communicate()
+    with Launched(tmp_path / "models", tmp_path / "log", wait=False) as running:
+        # A start that tritonserver itself breaks off is begun again meanwhile, and what it forks may be there briefly.
+        assert wait_until(lambda: any(map(is_stub, descendants(running.process.pid))), seconds=60)
+        pids = descendants(running.process.pid)
+        running.process.terminate()
+        assert running.process.wait(10) == 0
+        assert all_gone(pids)
 
 
 def test_a_stage_without_processor_time_is_waited_for(options: ServerOptions, tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server.toy_servers import Launched
+from toy_servers import Launched
 
 from tessera.launcher import cli as launcher
 from tessera.launcher.process import Server
+from tessera.settings.stages import STAGES
 from tessera_command.cli import _parser, main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,22 +67,14 @@ def test_questions_are_asked_as_the_readme_asks_them(
 
 
 @pytest.mark.server
-def test_a_page_is_parsed_as_the_readme_does(bash: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_parsed_as_the_readme_does(bash: Path, documents: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     serve, *commands = block("", "tessera parse").splitlines()
-    options = re.fullmatch(r'make serve ARGS="(.*)"', serve)
-    assert options
-    launched = Launched(ROOT / "model_repository", bash / "log", *options[1].split())
-    try:
-        monkeypatch.setenv("TESSERA_URL", launched.url("grpc"))
-        assert "1 page in" in typed("\n".join(commands))
-        assert len(Path("out/page.pdf/document.md").read_text()) > 100
-    finally:
-        launched.process.terminate()
-        _, errors = launched.process.communicate(timeout=20)
-    stages = ["language_model", "preprocess", "vision_encoder"]
-    lines = [f"{stage} loaded in" for stage in stages]
-    assert [line for line in lines if f"tessera: {line} " not in errors] == [], "the start, stage by stage"
-    assert "\x1b" not in errors
+    assert serve == 'make serve ARGS="--default documents"'
+    monkeypatch.setenv("TESSERA_URL", documents.url("grpc"))
+    assert "1 page in" in typed("\n".join(commands))
+    assert len(Path("out/page.pdf/document.md").read_text()) > 100
+    errors = documents.errors()  # the start, stage by stage
+    assert all(f"tessera: {stage} loaded in " in errors for stage in STAGES) and "\x1b" not in errors
 
 
 def test_every_other_command_has_options_that_exist() -> None:

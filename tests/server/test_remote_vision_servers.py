@@ -11,6 +11,7 @@ from pathlib import Path
 
 import http_door
 import pytest
+from toy_servers import REPOSITORY
 
 import scene
 from tessera.launcher.options import ServerOptions
@@ -19,14 +20,12 @@ from tessera_client import Client, Retry, Unavailable
 
 pytestmark = pytest.mark.server
 
-REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 QUESTION = "Is there an exposed wire?"
 
 
 def options(log: Path, settings: dict[str, str], *only: str) -> ServerOptions:
-    return ServerOptions(
-        REPOSITORY, http_port=0, grpc_port=0, metrics_port=0, log_path=log, settings=settings, only=only
-    )
+    ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
+    return ServerOptions(REPOSITORY, **ports, log_path=log, settings=settings, only=only, exit_timeout_s=1)
 
 
 @pytest.fixture(scope="module")

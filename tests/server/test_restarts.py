@@ -27,10 +27,8 @@ pytestmark = [pytest.mark.server, pytest.mark.faults]
 def launched(toys: Path, tmp_path: Path) -> Iterator[Launched]:
     # The user's own choice of a control mode, in which models can be unloaded, is left to stand.
     explicit = ("--", "--model-control-mode=explicit", "--load-model=*")
-    running = Launched(toys, tmp_path / "log", "--ping-interval", "0.1", "--ping-timeout", "2", *explicit)
-    yield running
-    running.process.kill()
-    running.process.communicate()
+    with Launched(toys, tmp_path / "log", "--ping-interval", "0.1", "--ping-timeout", "2", *explicit) as running:
+        yield running
 
 
 def ask(launched: Launched, text: str) -> str:
@@ -40,30 +38,9 @@ def ask(launched: Launched, text: str) -> str:
     return json.loads(answer)["outputs"][0]["data"][0]
 
 
-def test_a_stage_that_hangs_is_restarted_on_the_same_ports(
+def test_a_busy_stage_and_an_unloaded_model_are_left_alone_and_one_that_hangs_is_restarted_on_the_same_ports(
     launched: Launched, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    url = ["--url", launched.url("grpc"), "--health-url", launched.url("health")]
-    assert wait_until(lambda: launched.health()["stages"]["echo_0_0"]["last_ping_ms"] is not None)
-    before = launched.health()
-    assert before["state"] == "ready" and set(before["stages"]) == {"tritonserver", "count_0_0", "echo_0_0"}
-    os.kill(before["stages"]["echo_0_0"]["pid"], signal.SIGSTOP)  # alive, and does nothing
-    assert wait_until(lambda: launched.health()["state"] == "restarting")
-    assert tessera(["status", *url]) == 3
-    assert "restarting" in capsys.readouterr().out
-    assert wait_until(lambda: launched.health()["state"] == "ready")
-    assert ask(launched, "again") == "again"  # at the address of the first line
-    after = launched.health()
-    assert after["restarts"] == 1 and after["reason"].startswith("echo has not answered for 2 s")
-    assert Path(f"{launched.log}.1").exists()  # of the run before
-    assert after["stages"]["echo_0_0"]["pid"] != before["stages"]["echo_0_0"]["pid"]
-    launched.process.terminate()
-    output, errors = launched.process.communicate(timeout=10)
-    assert launched.process.returncode == 0 and output.count("tessera: ready in") == 1  # and the one read before
-    assert errors.count("\n") == 1 and "restarting (restart 1)" in errors
-
-
-def test_a_busy_stage_and_an_unloaded_model_are_left_alone(launched: Launched) -> None:
     with ThreadPoolExecutor(6) as pool:  # three seconds of work before the ping's turn, which has one
         assert list(pool.map(lambda _: ask(launched, "sleep"), range(6))) == ["sleep"] * 6
     pid, models = launched.health()["stages"]["count_0_0"]["pid"], f"http://{launched.url('http')}/v2/repository/models"
@@ -72,21 +49,37 @@ def test_a_busy_stage_and_an_unloaded_model_are_left_alone(launched: Launched) -
     time.sleep(1.2)  # two looks at the processes
     post(f"{models}/count/load", {})
     assert wait_until(lambda: launched.health()["stages"].get("count_0_0", {}).get("pid") not in (None, pid))
-    page = launched.health()
-    assert page["state"] == "ready" and page["restarts"] == 0 and page["stages"]["count_0_0"]["alive"]
+    assert wait_until(lambda: launched.health()["stages"]["echo_0_0"]["last_ping_ms"] is not None)
+    before = launched.health()
+    assert before["state"] == "ready" and before["restarts"] == 0 and before["stages"]["count_0_0"]["alive"]
+    assert set(before["stages"]) == {"tritonserver", "count_0_0", "echo_0_0"}
+
+    os.kill(before["stages"]["echo_0_0"]["pid"], signal.SIGSTOP)  # alive, and does nothing
+    assert wait_until(lambda: launched.health()["state"] == "restarting")
+    assert tessera(["status", "--url", launched.url("grpc"), "--health-url", launched.url("health")]) == 3
+    assert "restarting" in capsys.readouterr().out
+    assert wait_until(lambda: launched.health()["state"] == "ready")
+    assert ask(launched, "again") == "again"  # at the address of the first line
+    after = launched.health()
+    assert after["restarts"] == 1 and after["reason"].startswith("echo has not answered for 2 s")
+    assert Path(f"{launched.log}.1").exists()  # of the run before
+    assert after["stages"]["echo_0_0"]["pid"] != before["stages"]["echo_0_0"]["pid"]
+    launched.process.terminate()
+    output, _ = launched.process.communicate(timeout=10)
+    assert launched.process.returncode == 0 and output.count("tessera: ready in") == 1  # and the one read before
+    (line,) = launched.errors().splitlines()
+    assert "restarting (restart 1)" in line
 
 
 def test_leftovers_of_a_killed_launcher_and_guard_go_with_the_next_start(toys: Path, tmp_path: Path) -> None:
-    running = Launched(toys, tmp_path / "log")
-    regions = running.regions()
-    prefix = os.path.basename(regions[0]).rpartition("-")[0][:21]
-    lock = guard.lock_path(prefix)
-    assert os.path.exists(lock) and guard.remove_if_gone(prefix) == []  # its guard lives
-    folder = Path(lock).read_text()
-    assert os.path.isdir(folder)
-    for pid in (running.pids[0], running.process.pid):  # the guard first, or it would clean up
-        os.kill(pid, signal.SIGKILL)
-    running.process.communicate()
+    with Launched(toys, tmp_path / "log") as running:
+        regions = running.regions()
+        prefix = os.path.basename(regions[0]).rpartition("-")[0][:21]
+        lock = guard.lock_path(prefix)
+        assert os.path.exists(lock) and guard.remove_if_gone(prefix) == []  # its guard lives
+        folder = Path(lock).read_text()
+        assert os.path.isdir(folder)
+        os.kill(running.pids[0], signal.SIGKILL)  # the guard first, or it would clean up
     assert wait_until(lambda: all_gone(running.pids[:1]))
 
     options = ServerOptions(toys, http_port=0, grpc_port=0, metrics_port=0, log_path=tmp_path / "log2")

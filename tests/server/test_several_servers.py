@@ -56,15 +56,14 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(repository: Path) -> Iterator[Launched]:
     """Leaves nothing when it is told to end."""
     options = ("--gpus", "0,1", "--device", "cpu", "--ping-interval", "0.5", "--checkpoint", str(CHECKPOINT))
-    running = Launched(repository, repository / "server.log", *options)
-    yield running
-    flags = [flag for pid in servers(running) for flag in command_line(pid) if "shm-region-prefix-name=" in flag]
-    regions = [path for flag in flags for path in glob.glob(f"/dev/shm/{flag.rpartition('=')[2]}*")]
-    left = descendants(running.process.pid)
-    assert sum(map(os.path.isfile, regions)) == 8  # of four stubs each
-    running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(10) == 0 and all_gone(left) and not any(map(os.path.exists, regions))
-    running.process.communicate()
+    with Launched(repository, repository / "server.log", *options) as running:
+        yield running
+        flags = [flag for pid in servers(running) for flag in command_line(pid) if "shm-region-prefix-name=" in flag]
+        regions = [path for flag in flags for path in glob.glob(f"/dev/shm/{flag.rpartition('=')[2]}*")]
+        left = descendants(running.process.pid)
+        assert sum(map(os.path.isfile, regions)) == 8  # of four stubs each
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(10) == 0 and all_gone(left) and not any(map(os.path.exists, regions))
 
 
 def addresses(service: Launched, protocol: str) -> list[str]:

@@ -18,6 +18,7 @@ import tessera
 from tessera.launcher.guard import descendants
 from tessera.launcher.process import command_line
 
+REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 # As the stages do, it answers pings; "sleep" takes half a second.
 ECHO = """
 import time
@@ -117,7 +118,10 @@ def add_model(repository: Path, name: str, code: str, dtype: str, decoupled: boo
 
 
 class Launched:
-    """`tessera serve` as a process of its own, by way of the command ``through``, with what its first line says."""
+    """`tessera serve` as a process of its own, by way of the command ``through``, with what its first line says.
+
+    Killed where nobody has ended it: the guard ends its server then, while other tests run.
+    """
 
     def __init__(self, repository: Path, log: Path, *flags: str, wait: bool = True, through: Sequence[str] = ()):
         command = [*through, sys.executable, "-m", "tessera.launcher.cli", "--model-repository", str(repository)]
@@ -125,14 +129,24 @@ class Launched:
             command += [f"--{port}-port", "0"]
         command += ["--log", str(log), *flags]
         environment = {**os.environ, "PYTHONPATH": str(Path(tessera.__file__).resolve().parents[1])}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        )
-        self.log = log
-        assert self.process.stdout is not None and self.process.stderr is not None
+        self.log, self._errors = log, Path(f"{log}.errors")
+        with self._errors.open("w") as errors:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+        assert self.process.stdout is not None
         self.ready_line = self.process.stdout.readline() if wait else ""
         self.pids = descendants(self.process.pid)  # one that has just ended has no command line
         self.server_pid = next((p for p in self.pids if "".join(command_line(p)[:1]).endswith("tritonserver")), 0)
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def errors(self) -> str:
+        """What it has said on standard error so far."""
+        return self._errors.read_text()
 
     def url(self, protocol: str) -> str:
         """Address from the ready line: "host:port", without a path."""
@@ -148,6 +162,14 @@ class Launched:
     def regions(self) -> list[str]:
         flag = next(a for a in command_line(self.server_pid) if "shm-region-prefix-name=" in a)
         return glob.glob(f"/dev/shm/{flag.rpartition('=')[2]}*")
+
+
+MAY_MOUNT = subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
+
+
+def memory_of(size: str) -> list[str]:
+    """A command before another one, which then has so much of /dev/shm and leaves this machine's alone."""
+    return ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "sh"]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:

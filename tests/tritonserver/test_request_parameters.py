@@ -26,37 +26,36 @@ def sampling(given: Any) -> dict[str, Any]:
     return tensors.sampling(given, "sampling_parameters")
 
 
-def test_parameters_are_sampling_parameters() -> None:
-    given = {"max_tokens": 2, "temperature": 0.5, "ignore_eos": True, "stop": "end", "top_k": "7"}
-    assert sampling(request(given)) == given
-    assert sampling(request(given, {"seed": 3, "max_tokens": 2})) == {**given, "seed": 3}
-
-
-@pytest.mark.parametrize("parameters", ["", "{}", '{"id": "7"}', '{"stream": true}'])
-def test_without_any_the_input_counts(parameters: str) -> None:
-    assert sampling(request(parameters)) == {}
-    assert sampling(request(parameters, {"seed": 3})) == {"seed": 3}
-
-
-def test_what_is_unknown_is_refused_by_name() -> None:
-    for name in ("max_token", "best_of", "text_input"):
-        with pytest.raises(InvalidRequest, match=f"unknown key '{name}'"):
-            SamplingParameters.parse(sampling(request({name: 2})))
-    with pytest.raises(InvalidRequest, match="'max_token'; did you mean 'max_tokens'"):
-        SamplingParameters.parse({"max_token": 2})
+GIVEN = {"max_tokens": 2, "temperature": 0.5, "ignore_eos": True, "stop": "end", "top_k": "7"}
+SERVERS_OWN = (
+    "id", "model", "priority", "sequence_id", "sequence_start", "sequence_end", "binary_data_output", "headers",
+    "triton_enable_empty_final_response", "traceparent", "x-request-id",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["id", "model", "priority", "sequence_id", "sequence_start", "sequence_end", "binary_data_output", "headers",
-     "triton_enable_empty_final_response", "traceparent", "x-request-id"],
-)  # fmt: skip
-def test_the_servers_and_its_clients_own_are_passed_over(name: str) -> None:
-    assert sampling(request({name: 5, "max_tokens": 2})) == {"max_tokens": 2}
+    ("parameters", "merged"),
+    [
+        (GIVEN, {**GIVEN, "seed": 3}),
+        ("", {"seed": 3}),
+        ('{"stream": true}', {"seed": 3}),
+        ({"seed": 3, "timeout": 900}, {"seed": 3, "timeout_us": 900}),  # the server did not take it for itself
+        (dict.fromkeys(SERVERS_OWN, 5), {"seed": 3}),  # and its clients'
+    ],
+)
+def test_parameters_are_sampling_parameters_beside_the_inputs(
+    parameters: dict[str, Any] | str, merged: dict[str, Any]
+) -> None:
+    assert sampling(request(parameters, {"seed": 3})) == merged
+    assert {**sampling(request(parameters)), "seed": 3} == merged
 
 
-def test_a_timeout_that_the_server_did_not_take_is_ours() -> None:
-    assert sampling(request({"timeout": 900})) == {"timeout_us": 900}
+def test_what_is_unknown_is_refused_by_name() -> None:
+    for name in ("best_of", "text_input"):
+        with pytest.raises(InvalidRequest, match=f"unknown key '{name}'"):
+            SamplingParameters.parse(sampling(request({name: 2})))
+    with pytest.raises(InvalidRequest, match="'max_token'; did you mean 'max_tokens'"):
+        SamplingParameters.parse(sampling(request({"max_token": 2})))
 
 
 def test_a_key_given_twice_is_refused() -> None:

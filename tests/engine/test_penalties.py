@@ -1,0 +1,86 @@
+"""Penalties change logits as transformers' processors do, however the steps are cut up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from engine_fakes import make_request
+from penalties_reference import penalized
+
+from tessera.engine.execution.sampler import Histories, SamplingRow, echoes, history, sample
+from tessera.engine.sequence import Sequence
+from tessera.kernels.transfer import Moment
+
+ASKED = [
+    dict(),
+    dict(repetition_penalty=1.7),
+    dict(presence_penalty=1.5),
+    dict(frequency_penalty=0.9),
+    dict(no_repeat_ngram_size=1),
+    dict(no_repeat_ngram_size=2),
+    dict(no_repeat_ngram_size=3, frequency_penalty=-0.5),
+    dict(repetition_penalty=0.6, frequency_penalty=0.3, presence_penalty=-1, no_repeat_ngram_size=4),
+    dict(no_repeat_ngram_size=10**9),
+]
+
+
+def sequences(generator, small):
+    """Of each kind of ``ASKED``; every second prompt holds two pictures, and tokens from so few that they repeat."""
+    made = []
+    for number, asked in enumerate(ASKED):
+        ids = torch.randint(0, small, (12 + number,), generator=generator).tolist()
+        pictures = [(1, 3, 5), (6, 2, 6)] if number % 2 else []
+        made.append(Sequence(make_request(ids, f"{number}", pictures, max_tokens=40, **asked)))
+    return made
+
+
+def step(histories, batch, logits):
+    """As ModelRunner.launch: the tokens stay unknown to the sequences."""
+    for sequence in batch:
+        sequence.in_flight += 1
+    rows = [SamplingRow.of(sequence) for sequence in batch]
+    penalties = histories.select(batch)
+    sampled = sample(logits.clone(), rows, Moment(logits.device), penalties)
+    if penalties is not None:
+        penalties.append(sampled.ids)
+    return [token for token, _ in sampled.tokens()]
+
+
+@pytest.mark.parametrize("everybody", [False, True])  # whether all rows ask for penalties
+def test_logits_of_every_token_are_the_processors(everybody):
+    """Not only the likeliest; rows that ask for nothing stay as they are."""
+    generator = torch.Generator().manual_seed(5)
+    batch, histories = sequences(generator, 20)[everybody:], Histories(16, torch.device("cpu"))
+    for sequence in batch:
+        sequence.outputs = torch.randint(0, 20, (9,), generator=generator).tolist()
+        sequence.in_flight = 1
+    logits = torch.randn(len(batch), 50, generator=generator) * 5
+    found = histories.select(batch).applied(logits.clone())
+    for row, sequence in enumerate(batch):
+        prompt = history(sequence)[:-9].tolist()
+        expected = penalized(logits[row], prompt, sequence.outputs, sequence.request.sampling)
+        assert torch.equal(found[row], expected), sequence.request.sampling
+    assert torch.equal(found[0], logits[0]) != everybody
+
+
+def test_a_picture_is_one_entry_that_equals_nothing():
+    sequence = Sequence(make_request([5, 5, 5, 5, 6, 5, 5, 5], pictures=[(1, 2, 7), (5, 3, 7)], max_tokens=2))
+    sequence.take(9)
+    assert history(sequence).tolist() == [5, -1, 5, 6, -2, 9]
+
+
+def test_the_smallest_penalty_makes_no_nan():
+    sequence = Sequence(make_request([1], max_tokens=3, repetition_penalty=1e-300))
+    assert step(Histories(1, torch.device("cpu")), [sequence], torch.tensor([[0.5, 2.0]])) == [1]
+    sequence = Sequence(make_request([1], max_tokens=3, repetition_penalty=1e-300))
+    assert step(Histories(1, torch.device("cpu")), [sequence], torch.tensor([[-0.5, 0.0]])) == [1]
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 30])
+def test_echoes_count_equal_tokens_backwards(length):
+    tokens = np.random.default_rng(0).integers(0, 2, length)
+    for place, found in enumerate(echoes(tokens).tolist()):
+        before, last = tokens[:place][::-1], tokens[::-1]
+        assert before[:found].tolist() == last[:found].tolist()
+        assert found == place or before[found] != last[found]
