@@ -8,10 +8,10 @@ one rule of counting (counting.py), and figures that say how sure they are (`ci9
 
 With the options of the first, in place of its workloads:
 
-    --sweep concurrency|size|length --plot FILE.svg    1..512 in flight; pictures of 224..3840 pixels a side; answers
-                                                       of 1..512 tokens; all streamed, one figure with all points
-    --mix            an open loop (open_loop.py) of 98 % short answers: the highest rate at which their p99 is at most
-                     2 s, and then 80 % of it
+    --sweep concurrency|size|length    1..512 in flight; pictures of 224..3840 pixels a side; answers of 1..512 tokens;
+                                       all streamed, one figure with all points
+    --mix                              an open loop (open_loop.py) of 98 % short answers: the highest rate at which
+                                       their p99 is at most 2 s, and then 80 % of it
 
 How long it takes on an H200, and half a minute for the server's start: a workload 10 to 100 s (7.5 rounds of its
 concurrency), the seven above 5 minutes; a sweep about 3 minutes, after `--minutes` it begins no other point; `--mix` at
@@ -21,8 +21,7 @@ fails, and ends all but the mix.
 The figures' names begin with `openai` where an OpenAI server was asked, and with `serve`, `docs`, `sweep` or
 `open_loop` where our own was, over gRPC; after the workload stands `--label`'s name.
 
-`--timeline FILE.svg` draws 500 requests from the middle of the steady part. `--tree DIR` runs the server of another
-checkout under the same load, for pairs.
+`--tree DIR` runs the server of another checkout under the same load, for pairs.
 """
 
 from __future__ import annotations
@@ -35,14 +34,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import counting
-import curves
 import figures
 import open_loop
-import timeline
 from measuring import report, take
 from serving import add_arguments, serve, setup, setup_notes
 from standin_server import standin
@@ -131,18 +127,13 @@ def run_workloads(target: Target, options: argparse.Namespace, label: str, seed:
         # No two workloads share pictures, which the server would know by then.
         asker = target.make(workload, seed + list(WORKLOADS).index(name))
         taken = take(asker, options.processes, target.gpus, target.metrics, options.least)
-        figure = target.prefix + workload.figure(label)
-        report(workload, taken.run, taken.power, figure, **taken.notes, **target.notes)
-        if drawing := options.timeline:
-            if len(options.workloads) > 1:
-                drawing = drawing.with_stem(f"{drawing.stem}_{name}")
-            told = timeline.write(drawing, taken.steady, f"{figure}, {workload.concurrency} in flight")
-            print(told, file=sys.stderr, flush=True)
+        name_of_figures = target.prefix + workload.figure(label)
+        report(workload, taken.run, taken.power, name_of_figures, **taken.notes, **target.notes)
         print(f"{name} is done", file=sys.stderr, flush=True)
 
 
 def run_sweep(target: Target, options: argparse.Namespace, label: str, seed: int) -> None:
-    """One figure, the highest rate, with all points; and their picture."""
+    """One figure, the highest rate, with all points."""
     axis, base = AXES[options.sweep], WORKLOADS[options.workloads[0]]
     base = replace(base, concurrency=options.concurrency or axis.concurrency, always_streamed=True)
     points: list[dict[str, Any]] = []
@@ -171,23 +162,6 @@ def run_sweep(target: Target, options: argparse.Namespace, label: str, seed: int
     name = f"{target.prefix}sweep.{options.sweep}.{base.name}.{label}"
     highest = max(point[rate] for point in points)
     figures.emit(f"{name}.{rate}", highest, unit, points=points, seed=seed, **target.notes)
-    if options.plot:
-        options.plot.write_text(
-            sweep_picture(points, options.sweep, rate, unit, f"{name}, {figures.machine()}"), encoding="utf-8"
-        )
-
-
-def sweep_picture(points: list[dict[str, Any]], sweep: str, rate: str, unit: str, title: str) -> str:
-    """The rate by what was swept; the answers' times by the rate, or by what was swept where that is no load."""
-    across, below = (rate, unit) if sweep == "concurrency" else (sweep, AXES[sweep].unit)
-    spent = {
-        f"{name} ms": [
-            (point[across], point[key], f"{point[sweep]}" * (across == rate)) for point in points if point[key]
-        ]
-        for name, key in (("p99", "p99_ms"), ("p50", "p50_ms"), ("first token p50", "ttft_p50_ms"))
-    }
-    rates = [(point[sweep], point[rate], f"{point[rate]:.4g}") for point in points]
-    return curves.picture(title, (AXES[sweep].unit, unit, rates), (below, "ms", spent))
 
 
 def run_mix(target: Target, options: argparse.Namespace, label: str, seed: int) -> None:
@@ -227,7 +201,6 @@ def main() -> int:
     parser.add_argument("--workloads", nargs="+", default=["W1"], choices=sorted(WORKLOADS))
     parser.add_argument("--sweep", choices=AXES, help="of the first of the workloads")
     parser.add_argument("--values", nargs="*", type=int, help="of the sweep, instead of its own")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="of the sweep")
     parser.add_argument("--minutes", type=float, default=7.0, help="after which a sweep begins no other point")
     parser.add_argument("--mix", action="store_true", help="the open loop")
     parser.add_argument("--rate", type=float, default=100.0, help="requests a second that the search begins with")
@@ -239,7 +212,6 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, help="instead of the workload's own")
     parser.add_argument("--least", type=int, default=0, help="steady answers, where the rule has fewer; sweeps: 100")
     parser.add_argument("--seed", type=int, help="of the pictures; default: a new one")
-    parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="of several workloads: FILE_W1.svg, ...")
     parser.add_argument("--label", help="default: bf16, or cpu, or ceiling")
     options = parser.parse_args()
     seed = random.randrange(1 << 30) if options.seed is None else options.seed

@@ -5,9 +5,9 @@
     make loadtest ARGS="--shape mix --users 32 --host localhost:9000 OpenAiUser"
 
 or, for the page on port 8089, `locust -f loadtest/locustfile.py --host localhost:8001 GrpcUser`. Without ``--users``
-the workload's own concurrency is used. One Locust process is one core, and past ``--stock`` pictures it makes some 100
-new ones a second at most: above that add ``--processes 4``. The figures that count come from the benches; this is for
-watching a server under load.
+the workload's own concurrency is used. One Locust process is one core, and past its stock of pictures it makes some
+100 new ones a second at most: above that add ``--processes 4``. The figures that count come from the benches; this is
+for watching a server under load.
 
 Importing locust makes the standard library cooperative; gRPC's C core must be told so before its first channel.
 """
@@ -33,6 +33,8 @@ grpc_gevent.init_gevent()
 
 HEADLESS_S = 60.0
 """How long a run lasts that nobody can stop by the page, where neither ``--run-time`` nor its shape says it."""
+STOCK = 256
+"""Pictures that each process makes before the load begins."""
 QPM_S = 5
 """The seconds that a sample of the questions per minute is about."""
 
@@ -128,26 +130,12 @@ class OpenAiUser(WorkloadUser):
         return host
 
 
-class SamePictures(Pictures):
-    """The stock again and again: for servers that do nothing, which know no picture again."""
-
-    def deal(self) -> bytes:
-        self._stock.rotate()
-        return self._stock[0]
-
-
 @events.init_command_line_parser.add_listener
 def add_options(parser: Any) -> None:
-    def add(flag: str, **how: Any) -> None:
-        parser.add_argument(flag, **how)
-
+    add = parser.add_argument
     add("--workload", choices=sorted(WORKLOADS), default="W1", include_in_web_ui=False, help="which standard workload")
     add("--shape", choices=list(SECONDS), default="steady", help="how many users when; mix: 98 of 100 questions have "
         "short answers, one a long prompt, one a long answer")  # fmt: skip
-    add("--stock", type=int, default=256, include_in_web_ui=False,
-        help="pictures that each process makes before the load begins")  # fmt: skip
-    add("--again", action="store_true", include_in_web_ui=False,
-        help="deal the stock again and again: for targets that have no cache")  # fmt: skip
 
 
 @events.init.add_listener
@@ -163,8 +151,7 @@ def on_init(environment: Any, **_: Any) -> None:
         # Seeded at random: no other process and no earlier run, whose rows may still lie in the server's caches, had
         # any of them.
         WorkloadUser.workload = workload
-        dealer = SamePictures if options.again else Pictures
-        WorkloadUser.pictures = dealer(workload, secrets.randbits(64), options.stock)
+        WorkloadUser.pictures = Pictures(workload, secrets.randbits(64), STOCK)
 
 
 @events.test_start.add_listener

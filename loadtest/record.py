@@ -1,7 +1,7 @@
 """Puts the figures in a benchmark's output into results/metrics.jsonl, each in place of the one of that name before it
 (git keeps those), and writes the documents' tables again.
 
-    make bench NAME=cpu | .venv/bin/python loadtest/record.py
+    make bench NAME=recall | .venv/bin/python loadtest/record.py
 
 Lines that are not figures pass through, so that the benchmark's own words stay visible.
 """

@@ -10,7 +10,6 @@ from importlib import import_module
 
 PROGRAMS = {
     "load": ("load", "a load on our server or any of OpenAI's API: workloads, sweeps, an open loop"),
-    "gateway": ("bench.gateway", "what the gateway costs beside gRPC"),
     "jobs": ("bench.jobs", "questions beside a batch job: first tokens, and what the job loses"),
     "batch": ("bench.batch", "`tessera batch` through kills, and alone with a million rows"),
     "poison": ("bench.poison", "odd pictures among good ones: no good answer may change"),
@@ -21,19 +20,14 @@ PROGRAMS = {
     "replay_pages": ("bench.replay_pages", "makes the set of pages for `replay`"),
     "ladder": ("bench.ladder", "one job from the plain loop of transformers up, an optimisation a rung"),
     "ladder_transformers": ("bench.ladder_transformers", "the foot of the ladder alone: the loop of transformers"),
-    "recall": ("bench.quality:recall_main", "the held-out set through the server, tile policies too"),
+    "recall": ("bench.quality:recall_main", "the held-out set through the server"),
     "quantization": ("bench.quality:quantization_main", "what quantized weights cost in recall"),
     "parity": ("bench.parity", "our greedy tokens against transformers' on held-out pictures"),
     "document_parity": ("bench.document_parity", "the same on held-out pages, through the server"),
-    "cpu": ("bench.cpu", "the server against a transformers loop, on the CPU"),
-    "preprocess": ("bench.preprocess", "JPEG to tiles: Pillow against both resize modes and the GPU"),
-    "scheduler": ("bench.scheduler", "the scheduler simulated in a closed loop"),
-    "scheduler_jobs": ("bench.scheduler_jobs", "the scheduler simulated with questions beside a job"),
+    "scheduler": ("bench.scheduler", "the scheduler simulated, without a GPU"),
     "engine": ("bench.engine", "the engine alone on a GPU: prefill, decode"),
     "vision": ("bench.vision", "a vision tower alone on a GPU, in bf16 and FP8"),
-    "attention": ("bench.attention", "attention kernels on a GPU, beside torch's"),
-    "kernels": ("bench.kernels", "the engine's kernels on a GPU: elementwise, products, quantized layers"),
-    "linear": ("bench.kernels", "its linear layers of 4-bit weights alone: `kernels --only w4a16 layers`"),
+    "kernels": ("bench.kernels", "the engine's kernels on a GPU: elementwise, products, attention"),
 }
 """Name -> (module, or module:function where that is not ``main``; what it measures)."""
 

@@ -1,9 +1,8 @@
 """The engine alone on one GPU, in this process (`make bench NAME=engine`): a shape with random weights.
 
 Requests are those of W1: 316 prompt tokens, 256 of them rows of a picture that are given, no two alike. Prefill (full
-steps) and decode (of 1, 10 and 64 sequences, with a context of about 450 tokens) are stepped one by one; `fp8` is
-prefill by a second engine in FP8, in turns with one in bf16, as the clocks of one run do not hold for the next. Beside
-a figure of InternVL3-8B's shape in bf16 stands its ceiling on one H200.
+steps) and decode (of 1, 10 and 64 sequences, with a context of about 450 tokens) are stepped one by one. Beside a
+figure of InternVL3-8B's shape in bf16 stands its ceiling on one H200.
 
     python loadtest/bench engine --parts prefill decode --set max_batched_tokens=4096
     python loadtest/bench engine --checkpoint build/default_model/checkpoint --set device=cpu      a trial without a GPU
@@ -19,7 +18,7 @@ import json
 import logging
 import sys
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,13 +40,12 @@ SHAPE = figures.ROOT / "loadtest" / "shapes" / "internvl3-8b-shape"
 PREFILL_TOKENS_S = 48_200.0
 COPY_BYTES_S = 4.28e12
 
-PARTS = ("prefill", "decode", "fp8")
+PARTS = ("prefill", "decode")
 BATCHES = (1, 10, 64)
 DECODE_TOKENS = 256
 DECODE_SKIP, DECODE_STEPS = 100, 64  # tokens before measuring, steps that are measured
 PREFILL_WARM_UP, PREFILL_STEPS = 3, 12
 REPEATS = 3
-PAIR_BYTES = 60 << 30  # for each of two engines on one card
 
 PROMPT_TOKENS = 316
 PICTURE_ROWS = 256
@@ -164,62 +162,6 @@ def decode_step_s(engine: Engine, prompts: Prompts, batch: int, skip: int, steps
     return [after - before for before, after in itertools.pairwise(stamps)]
 
 
-@dataclass(frozen=True)
-class Bench:
-    """A checkpoint's engines, and what is reported of them."""
-
-    checkpoint: Path
-    config: EngineConfig
-    text: TextConfig
-    recorded: bool
-
-    def emit(self, name: str, value: float, unit: str, **notes: Any) -> None:
-        ceiling = Shape.of(self.text).ceilings().get(name) if self.recorded else None
-        name = name if name.startswith("quant.") else f"engine.{name}"
-        figures.emit("trial." * (not self.recorded) + name, round(value, 4), unit, ceiling=ceiling, **notes)
-
-    def prompts(self) -> Prompts:
-        return Prompts(self.text.hidden_size, self.text.vocab_size, self.config.device)
-
-    def prefill(self, engine: Engine, prompts: Prompts) -> tuple[float, float]:
-        """Prompt tokens a second, and how many a step had."""
-        budget, waiting = self.config.max_batched_tokens, self.config.max_sequences
-        return prefill_tokens_per_s(engine, prompts, PREFILL_WARM_UP, PREFILL_STEPS, budget, waiting)
-
-    def alone(self, parts: list[str]) -> None:
-        """One engine: how long it takes to start, and these parts of it."""
-        began = time.perf_counter()
-        engine, prompts = Engine.from_checkpoint(self.checkpoint, self.config), self.prompts()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.emit("startup_s", time.perf_counter() - began, "s")
-        if "prefill" in parts:
-            rate, step = (median(each) for each in zip(*(self.prefill(engine, prompts) for _ in range(REPEATS))))
-            self.emit("prefill.tokens_per_s", rate, "tokens/s", step_tokens=round(step))
-            self.emit("prefill.tflops", rate * 2 * Shape.of(self.text).body / 1e12, "TFLOP/s")
-        for batch in BATCHES if "decode" in parts else ():
-            runs = [
-                decode_step_s(engine, prompts, batch, DECODE_SKIP, DECODE_STEPS, DECODE_TOKENS) for _ in range(REPEATS)
-            ]
-            slowest = round(1e3 * max(map(max, runs)), 3)
-            self.emit(f"decode.b{batch}.ms", 1e3 * median(map(median, runs)), "ms", slowest_ms=slowest)
-
-    def fp8_over_bf16(self) -> None:
-        """Prefill of both, by two engines that take turns."""
-        engines = {}
-        for number, (kind, how) in enumerate({"fp8": "fp8", "bf16": "checkpoint"}.items(), 1):
-            # An engine counts what its process holds, and the first one's share is in that.
-            share = number * (self.config.memory_bytes or PAIR_BYTES)
-            config = replace(self.config, quantization=how, memory_bytes=share)
-            engines[kind] = Engine.from_checkpoint(self.checkpoint, config)
-        prompts = self.prompts()
-        rounds = [
-            {kind: round(self.prefill(engine, prompts)[0]) for kind, engine in engines.items()} for _ in range(REPEATS)
-        ]
-        ratio = median(rates["fp8"] / rates["bf16"] for rates in rounds)
-        self.emit("quant.fp8.prefill_ratio", ratio, "x", tokens_per_s=rounds)
-
-
 def engine_config(settings: list[str]) -> EngineConfig:
     """What the bench asks for, overridden by ``NAME=VALUE`` settings; a VALUE is JSON or else a string."""
     values: dict[str, Any] = {"device": "cuda", "weights": "random"}
@@ -244,13 +186,31 @@ def main() -> int:
     parser.add_argument("--checkpoint", type=Path, default=SHAPE)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="  %(message)s", stream=sys.stderr)  # what the engine chose
-    config = engine_config(options.settings)
-    standard = options.checkpoint.resolve() == SHAPE and config.device.startswith("cuda") and not options.settings
-    bench = Bench(options.checkpoint, config, read_config(options.checkpoint).text, standard)
-    if options.parts != ["fp8"]:
-        bench.alone(options.parts)
-    if "fp8" in options.parts:
-        bench.fp8_over_bf16()
+    config, text = engine_config(options.settings), read_config(options.checkpoint).text
+    recorded = options.checkpoint.resolve() == SHAPE and config.device.startswith("cuda") and not options.settings
+    ceilings = Shape.of(text).ceilings() if recorded else {}
+
+    def emit(name: str, value: float, unit: str, **notes: Any) -> None:
+        metric = "trial." * (not recorded) + f"engine.{name}"
+        figures.emit(metric, round(value, 4), unit, ceiling=ceilings.get(name), **notes)
+
+    began = time.perf_counter()
+    engine = Engine.from_checkpoint(options.checkpoint, config)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    emit("startup_s", time.perf_counter() - began, "s")
+    prompts = Prompts(text.hidden_size, text.vocab_size, config.device)
+    if "prefill" in options.parts:
+        full = (PREFILL_WARM_UP, PREFILL_STEPS, config.max_batched_tokens, config.max_sequences)
+        runs = [prefill_tokens_per_s(engine, prompts, *full) for _ in range(REPEATS)]
+        rate, step = map(median, zip(*runs))
+        emit("prefill.tokens_per_s", rate, "tokens/s", step_tokens=round(step))
+        emit("prefill.tflops", rate * 2 * Shape.of(text).body / 1e12, "TFLOP/s")
+    for batch in BATCHES if "decode" in options.parts else ():
+        given = (batch, DECODE_SKIP, DECODE_STEPS, DECODE_TOKENS)
+        steps = [decode_step_s(engine, prompts, *given) for _ in range(REPEATS)]
+        slowest = round(1e3 * max(map(max, steps)), 3)
+        emit(f"decode.b{batch}.ms", 1e3 * median(map(median, steps)), "ms", slowest_ms=slowest)
     return 0
 
 

@@ -8,11 +8,10 @@ memory. Ways take turns, each in a CUDA graph over more copies of its weights th
     skinny         products of few rows in bfloat16, and the gate-up product with its activation (`gate_up*`)
     w4a16          the same with 4-bit weights; figures `quant.w4a16.m*` (speed over cuBLAS, summed over four shapes)
     fp8            products in e4m3 for 96 and 256 rows, beside cuBLAS without scales
-    layers         whole layers as the engine tunes them when it starts, beside FP8 and bfloat16; `quant.chosen.m*`
+    decode         attention of one token each, by batch and context, from caches whose blocks lie in random order
+    prefill        attention of many, beside torch's own on contiguous keys; TFLOP/s over what the causal mask leaves
 
-A layer runs between the kernels that stand before and behind it in a decoder layer (``InPlace``), and what those take
-by themselves is taken off: so a layer pays for quantizing its activations, and has the credit of a neighbour's work
-that it does. `make bench NAME=linear` is `w4a16 layers`. $OUT, a folder, gets every row.
+$OUT, a folder, gets every row.
 
     python loadtest/bench kernels --only elementwise skinny
 """
@@ -28,39 +27,39 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from figures import emit
+from torch.nn.attention.bias import causal_lower_right
 
 from tessera.kernels import reference
 from tessera.kernels.activation import silu_and_multiply
 from tessera.kernels.fp8_rows import fp8_sums, quantize_rows, quantize_weight
 from tessera.kernels.norm import add_rms_norm
 from tessera.kernels.operands import PagedCache, finished
+from tessera.kernels.paged_decode import choose_splits, decode_attention
 from tessera.kernels.rotary import rotate_and_store
 from tessera.kernels.skinny_linear import skinny_fp8, skinny_gate_up, skinny_unfinished
-from tessera.kernels.tuning import MeasuredChoices, graph_milliseconds
+from tessera.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
 from tessera.kernels.w4_layout import PackedW4
 from tessera.kernels.w4a16 import w4a16_gate_up, w4a16_linear
-from tessera.linear.formats.fp8 import Fp8OnLoad
-from tessera.linear.formats.gptq import Awq
-from tessera.linear.scheme import Linear, LinearScheme, LinearShape, Place
-from tessera.linear.tuning import InPlace, choose
-from tessera.linear.unquantized import Unquantized
 
 HIDDEN, FEED_FORWARD, HEADS, KV_HEADS, HEAD_DIM = 3584, 18944, 28, 4, 128
 SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}  # n, k
-PLACES: dict[str, Place] = {"qkv": "qkv", "o": "output", "gate_up": "gate_up", "down": "down"}
 HEAD = (151680, 3584)
 GATED = "gate_up*"  # with the activation; beside the sums, not in them
 GROUP, CHUNK = 128, 64  # of 4-bit weights
-ROWS, FP8_ROWS, CHOSEN_ROWS = (1, 16, 32, 64), (96, 256), (1, 16, 32, 64, 96, 256, 8192)
+ROWS, FP8_ROWS = (1, 16, 32, 64), (96, 256)
+DECODES = [(pieces, 1, context) for context in (450, 2400) for pieces in (1, 10, 64, 256)]
+PREFILLS = [(26, 316, 316), (4, 1852, 1852), (3, 2364, 2364), (8, 2300, 2300), (1, 512, 4608)]
+"""Sequences, the new tokens of each, and the context that ends with those."""
+BLOCK, QUERIES, SCALE = 16, HEADS // KV_HEADS, HEAD_DIM**-0.5
 ROTATED = 256 << 20  # bytes of weights that take turns
 LAUNCHES = 20
 TOLERANCE = 1e-2  # of bfloat16 results, relative, in norm
@@ -124,7 +123,8 @@ def machine_speeds(stream: torch.cuda.Stream) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel at a shape. ``ways``: calls by name, ``ours`` among them; ``bytes``: the least that a call moves."""
+    """A kernel at a shape. ``ways``: calls by name, ``ours`` among them; ``bytes``: the least that a call moves;
+    ``flop``: what it has to compute, where that is what takes the time."""
 
     kernel: str
     shape: str
@@ -132,12 +132,14 @@ class Case:
     ways: Mapping[str, list[Call]]
     bytes: int
     error: float
+    flop: int = 0
 
     def measure(self, stream: torch.cuda.Stream) -> dict[str, Any]:
         taken = in_turns(self.ways, stream)
         row = {"kernel": self.kernel, "shape": self.shape, "rows": self.rows}
         row |= {f"{way}_us": 1e6 * seconds for way, seconds in taken.items()}
-        return row | {"gb_s": self.bytes / taken["ours"] / 1e9, "error": self.error}
+        rate = {"tflop_s": self.flop / 1e12} if self.flop else {"gb_s": self.bytes / 1e9}
+        return row | {name: each / taken["ours"] for name, each in rate.items()} | {"error": self.error}
 
 
 def elementwise() -> Iterator[Case]:
@@ -253,133 +255,114 @@ def fp8() -> Iterator[Case]:
             yield _product("fp8", name, x, weights, library, (ours, twin), n * k + m * (k + 2 * n))
 
 
-def layers_of(shape: LinearShape, scheme: Callable[[], LinearScheme]) -> list[Linear]:
-    """As many as make up the bytes that take turns, with 4 bits a weight."""
-    generator = torch.Generator("cuda").manual_seed(4)
-    layers = []
-    for _ in range(-(-2 * ROTATED // (shape.outputs * shape.inputs))):
-        made, modules = scheme(), {"w": slice(0, shape.outputs)}
-        layers.append(Linear(shape.inputs, modules, shape.bias, lambda names, made=made: made, shape.dtype, CUDA))
-        layers[-1].randomize(generator)
-    return layers
+class Paged:
+    """Random queries of ``pieces`` sequences, ``count`` of each, and caches of their contexts, whose blocks lie in
+    random order and hold not-a-numbers behind a context. There are copies, so that none is read from the L2 cache."""
+
+    def __init__(self, pieces: int, count: int, context: int) -> None:
+        self.pieces, self.count, self.context = pieces, count, context
+        self.kv_bytes = pieces * context * 2 * KV_HEADS * HEAD_DIM * 2
+        most = -(-context // BLOCK)
+        copies = min(128, len(_copies(self.kv_bytes)))
+        self.caches = normal(copies, 2, pieces * most, BLOCK, KV_HEADS, HEAD_DIM)
+        order = torch.randperm(pieces * most, device=CUDA, dtype=torch.int32)
+        self.blocks = order.view(pieces, most).T.contiguous()
+        self.caches[:, :, self.blocks[-1].long(), context - (most - 1) * BLOCK :] = float("nan")
+        self.q = normal(pieces * count, HEADS + 2 * KV_HEADS, HEAD_DIM)[:, :HEADS]
+        self.out = torch.empty(self.q.shape, dtype=self.q.dtype, device=CUDA)
+        self.counts, self.contexts = np.full(pieces, count), np.full(pieces, context)
+        arrays = (np.arange(pieces) * count, self.counts, self.contexts)
+        self.columns = [torch.from_numpy(each.astype(np.int32)).to(CUDA) for each in arrays]
+
+    def error(self, call: Call) -> float:
+        """Of ``call``, which reads the first copy, in the first, the middle and the last sequence."""
+        self.out.fill_(float("nan"))
+        with poisoned():
+            call()
+        if not bool(self.out.isfinite().all()):
+            return float("nan")
+        pieces = sorted({0, self.pieces // 2, self.pieces - 1})
+        ours = self.out.view(self.pieces, self.count, HEADS, HEAD_DIM)[pieces]
+        return error(ours, torch.stack([self._reference(piece) for piece in pieces]))
+
+    def _reference(self, piece: int) -> torch.Tensor:
+        """float32 [count, heads, head_dim]."""
+        q = self.q[piece * self.count : (piece + 1) * self.count].float().transpose(0, 1)
+        numbers = self.blocks[:, piece].long()
+        key, value = (
+            cache[numbers].flatten(0, 1)[: self.context].float().transpose(0, 1).repeat_interleave(QUERIES, 0)
+            for cache in self.caches[0]
+        )
+        scores = q @ key.mT * SCALE
+        position = torch.arange(self.context, device=CUDA)
+        scores.masked_fill_(position[None] > position[self.context - self.count :, None], float("-inf"))
+        return (scores.softmax(-1) @ value).transpose(0, 1)
 
 
-def layers(stream: torch.cuda.Stream) -> Iterator[dict[str, Any]]:
-    """One row a shape and number of rows, in microseconds: cuBLAS alone and in its place, FP8 alone, and the way that
-    layers of 4-bit weights chose."""
-    choices = MeasuredChoices(Path(mkdtemp()) / "choices.json", graph_milliseconds)
-    schemes: dict[str, Callable[[], LinearScheme]] = {
-        "in_place": Unquantized,
-        "fp8": Fp8OnLoad,
-        "chosen": partial(Awq, GROUP),
-    }
-    for name, (n, k) in SHAPES.items():
-        shape = LinearShape(n, k, name == "qkv", PLACES[name], torch.bfloat16)
-        kinds = {kind: layers_of(shape, scheme) for kind, scheme in schemes.items()}
-        for kind in ("fp8", "chosen"):
-            choose(kinds[kind], shape, choices, "here")
-        for m in CHOSEN_ROWS:
-            x, place = normal(m, k), Neighbours(shape, m, CUDA)
-            timed: dict[str, list[Call]] = {"cublas": [partial(layer, x) for layer in kinds["in_place"]]}
-            for kind, of_kind in kinds.items():
-                calls = of_kind * -(-8 // len(of_kind))
-                timed[kind] = [partial(place.run, layer) for layer in calls]
-                timed[f"beside {kind}"] = [partial(place.without, of_kind[0].wants_fp8_input(m))] * len(calls)
-            taken = {way: 1e6 * each for way, each in in_turns(timed, stream).items()}
-            row = {kind: taken[kind] - taken[f"beside {kind}"] for kind in kinds}
-            ways = {f"{kind}_way": _way(kinds[kind][0], m) for kind in ("fp8", "chosen")}
-            yield {"kernel": "layers", "shape": name, "rows": m, "cublas": taken["cublas"]} | row | ways
+def decode() -> Iterator[Case]:
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    for pieces, count, context in DECODES:
+        data, splits = Paged(pieces, count, context), choose_splits(pieces, KV_HEADS, context, sms)
+        calls: list[Call] = [
+            partial(decode_attention, data.q, PagedCache(*each), data.blocks, data.columns[2], SCALE, splits, data.out)
+            for each in data.caches
+        ]
+        yield Case("decode", f"{pieces}x{context}", pieces, {"ours": calls}, data.kv_bytes, data.error(calls[0]))
 
 
-class Neighbours(InPlace):
-    """A place whose neighbours can run without a layer."""
-
-    def without(self, fp8: bool) -> object:
-        """What ``run`` would take without a layer: the kernel before it and the one after it as beside plain weights.
-
-        ``fp8``: still the activation after gate_up quantizes, since that is for down.
-        """
-        self._before(False)
-        if self._place == "gate_up":
-            return self._activation(self._y, fp8)
-        if self._place in ("output", "down"):
-            return self._norm(self._y, self._residual)
-        return self._rotate(self._y) if self._place == "qkv" else None
-
-    @cached_property
-    def _y(self) -> torch.Tensor:
-        return self._normal(self._rows, self._shape.outputs)
+def prefill() -> Iterator[Case]:
+    plan = default_plan(HEAD_DIM, torch.bfloat16)
+    for pieces, count, context in PREFILLS:
+        data = Paged(pieces, count, context)
+        tiles = torch.from_numpy(prefill_tiles(data.counts, data.contexts, plan.rows // QUERIES)).to(CUDA)
+        where = (*data.columns, data.blocks, tiles, SCALE, data.out, plan)
+        calls: list[Call] = [partial(prefill_attention, data.q, PagedCache(*each), *where) for each in data.caches]
+        operands = (normal(pieces, heads, n, HEAD_DIM) for heads, n in ((HEADS, count), *[(KV_HEADS, context)] * 2))
+        mask = {"is_causal": True} if count == context else {"attn_mask": causal_lower_right(count, context)}
+        torchs: Call = partial(F.scaled_dot_product_attention, *operands, scale=SCALE, enable_gqa=True, **mask)
+        seen = count * (context - count) + count * (count + 1) // 2
+        ways = {"ours": calls, "torch": [torchs] * len(calls)}
+        flop = 4 * pieces * seen * HEADS * HEAD_DIM
+        yield Case("prefill", f"{count} of {context}", pieces, ways, data.kv_bytes, data.error(calls[0]), flop)
 
 
-def _way(layer: Linear, m: int) -> str:
-    return layer.scheme.way(layer, m)
-
-
-CASES: dict[str, Callable[[], Iterator[Case]]] = {
-    "elementwise": elementwise, "skinny": skinny, "w4a16": w4a16, "fp8": fp8,
+GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
+    "elementwise": elementwise, "skinny": skinny, "w4a16": w4a16, "fp8": fp8, "decode": decode, "prefill": prefill,
 }  # fmt: skip
 
 
-def sums(rows: list[dict[str, Any]], way: str) -> dict[int, float]:
-    """Microseconds of a way by number of rows, summed over the four shapes."""
-    of_four = [row for row in rows if row["shape"] in SHAPES]
-    return {m: sum(row[way] for row in of_four if row["rows"] == m) for m in dict.fromkeys(r["rows"] for r in of_four)}
-
-
-def report(group: str, rows: list[dict[str, Any]]) -> None:
-    """The figures of the products of quantized weights."""
-    if group == "w4a16":
-        cublas, ours = sums(rows, "cublas_us"), sums(rows, "ours_us")
-        for m in ROWS:
-            emit(f"quant.w4a16.m{m}", round(cublas[m] / ours[m], 3), "x", microseconds=round(ours[m], 1))
-    if group == "layers":
-        by = {way: sums(rows, way) for way in ("cublas", "in_place", "fp8", "chosen")}
-        for m in CHOSEN_ROWS:
-            cublas, in_place, fp8_alone, chosen = (by[way][m] for way in by)
-            notes = {"fp8_alone": round(cublas / fp8_alone, 3), "over_bf16_in_place": round(in_place / chosen, 3)}
-            emit(f"quant.chosen.m{m}", round(cublas / chosen, 3), "x", **notes)
+def report(rows: list[dict[str, Any]]) -> None:
+    """The figures of products of 4-bit weights: of both ways, the microseconds summed over the four shapes."""
+    of_four = [row for row in rows if row["kernel"] == "w4a16" and row["shape"] in SHAPES]
+    for m in ROWS if of_four else ():
+        cublas, ours = (sum(row[way] for row in of_four if row["rows"] == m) for way in ("cublas_us", "ours_us"))
+        emit(f"quant.w4a16.m{m}", round(cublas / ours, 3), "x", microseconds=round(ours, 1))
 
 
 def told(row: dict[str, Any]) -> str:
     cells = (f"{name} {value:.4g}" if isinstance(value, float) else f"{value}" for name, value in row.items())
-    return "  ".join(cells) + " WRONG" * (not row.get("error", 0.0) < TOLERANCE)
-
-
-Group = Callable[[torch.cuda.Stream], Iterator[dict[str, Any]]]
-GROUPS: dict[str, Group] = {
-    name: lambda stream, cases=cases: (case.measure(stream) for case in cases()) for name, cases in CASES.items()
-} | {"layers": layers}
-
-
-def run(about: str, groups: Mapping[str, Group], default: list[str]) -> int:
-    """The program of these groups: prints their rows, reports, and leaves all rows in $OUT."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=groups, default=default, help="(%(default)s)")
-    options = parser.parse_args()
-    program = Path(sys.argv[0]).name
-    if not torch.cuda.is_available():
-        sys.exit(f"bench {program}: needs a GPU, and this machine has none")
-    warnings.simplefilter("ignore")  # torch's, on kernels that refuse
-    torch.manual_seed(4)
-    stream = torch.cuda.Stream()
-    kept: list[dict[str, Any]] = []
-    with torch.inference_mode():
-        copy, multiply = machine_speeds(stream)
-        print(f"{torch.cuda.get_device_name()}: copy {copy:.0f} GB/s, bf16 product {multiply:.0f} TFLOP/s", flush=True)
-        for group in options.only:
-            rows = []
-            for row in groups[group](stream):
-                print(told(row), flush=True)
-                rows.append(row)
-            report(group, rows)
-            kept += rows
-    if "OUT" in os.environ:
-        Path(os.environ["OUT"], f"{program}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
-    return 0
+    return "  ".join(cells) + " WRONG" * (not row["error"] < TOLERANCE)
 
 
 def main() -> int:
-    return run(str(__doc__), GROUPS, ["w4a16", "layers"] if Path(sys.argv[0]).name == "linear" else [*CASES])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=GROUPS, default=[*GROUPS], help="(%(default)s)")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("kernels: needs a GPU, and this machine has none")
+    warnings.simplefilter("ignore")  # torch's, on kernels that refuse
+    torch.manual_seed(4)
+    stream, rows = torch.cuda.Stream(), []
+    with torch.inference_mode():
+        copy, multiply = machine_speeds(stream)
+        print(f"{torch.cuda.get_device_name()}: copy {copy:.0f} GB/s, bf16 product {multiply:.0f} TFLOP/s", flush=True)
+        for case in (case for group in options.only for case in GROUPS[group]()):
+            rows.append(case.measure(stream))
+            print(told(rows[-1]), flush=True)
+    report(rows)
+    if "OUT" in os.environ:
+        Path(os.environ["OUT"], "kernels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ by the same server and request options. In three parts, each by itself if need b
 
     python loadtest/bench ladder --parts speed --rungs transformers start fast_preprocessing tile_policy
     python loadtest/bench ladder --parts recall --gpus ""      on a CPU, without what concerns a GPU only
-    python loadtest/bench ladder --parts report                docs/ladder.md, its plot, and the figures `ladder.*`
+    python loadtest/bench ladder --parts report                docs/ladder.md, and the figures `ladder.*`
 
 A rung that fails is told at the end and does not stop the others. Times on an H200: a server 12 to 22 s, its jobs 4 to
 16 s, the loop of transformers a minute.
@@ -46,6 +46,7 @@ TRANSFORMERS = "transformers"
 LOOP = (str(figures.ROOT / "loadtest" / "bench"), "ladder_transformers")
 PARTS = ("speed", "recall", "report")
 ANSWER_TOKENS = 16  # more than yes or no has
+RECALL_IN_FLIGHT = 16
 
 
 def add(file: Path, **line: Any) -> None:
@@ -128,7 +129,7 @@ def first_answers(addresses: list[str], job: Job) -> int:
 def run_loop(options: argparse.Namespace, *arguments: str) -> Iterator[Any]:
     """What the loop of transformers prints, line by line."""
     device = ["--device", "cuda" if options.gpus else "cpu"]
-    command = [options.transformers_python, *LOOP, *device, *arguments]
+    command = [sys.executable, *LOOP, *device, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as loop:
         assert loop.stdout is not None
         yield from map(json.loads, loop.stdout)
@@ -165,7 +166,7 @@ def measure_recall(server_of: str, names: list[str], options: argparse.Namespace
             sampling = job.sampling
             if not job.labels:
                 sampling |= {"ignore_eos": False, "max_tokens": ANSWER_TOKENS}
-            outcomes, _ = recall.run(client, items, concurrency=options.recall_in_flight, **sampling)
+            outcomes, _ = recall.run(client, items, concurrency=RECALL_IN_FLIGHT, **sampling)
             add_recall(options.results, name, kind, outcomes)
 
 
@@ -185,7 +186,7 @@ def add_recall(file: Path, name: str, kind: str, outcomes: list[recall.Outcome])
 
 def questions(options: argparse.Namespace, folder: Path) -> list[Item]:
     """The yes/no questions that count, or the first of them."""
-    items = heldout_items(options.limit, options.pictures or folder, root=figures.ROOT)
+    items = heldout_items(options.limit, folder, root=figures.ROOT)
     return [item for item in items if item.kind == "presence" and item.scored]
 
 
@@ -229,12 +230,9 @@ def main() -> int:
     parser.add_argument("--checkpoint", type=Path, help="of the speed; default: InternVL3-8B's shape, random weights")
     parser.add_argument("--int4", type=Path, metavar="FOLDER", help="the default model in 4 bits, for its recall")
     parser.add_argument("--in-flight", type=int, help="requests, in place of a rung's own number")
-    parser.add_argument("--recall-in-flight", type=int, default=16)
     parser.add_argument("--processes", type=int, default=4, help="of the load generator")
     parser.add_argument("--batches", nargs="*", type=int, help="of the loop of transformers; default: 1 to 32")
     parser.add_argument("--limit", type=int, help="recall by the first N questions of the held-out set")
-    parser.add_argument("--pictures", type=Path, help="a folder that keeps the rendered pictures for the next run")
-    parser.add_argument("--transformers-python", default=sys.executable, help="one that imports transformers")
     options = parser.parse_args()
     options.gpus = tuple(filter(None, [options.gpus]))
     failed = climb(options)

@@ -1,4 +1,4 @@
-"""The ladder's results as tables and bars: docs/ladder.md, docs/ladder.svg, and the figures `ladder.*`."""
+"""The ladder's results as tables in docs/ladder.md, and the figures `ladder.*`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import report
-from curves import COLOURS
 from figures import ROOT
 
 from bench.ladder_rungs import EAGER_DECODER, GPU_ONLY, NAMES, ROWS_ON_CPU, RUNGS, jobs, kept_ways
-from tessera_evaluation.charts import Chart
 
 RESULTS = ROOT / "loadtest" / "results" / "ladder.jsonl"
 PAGE = ROOT / "docs" / "ladder.md"
-PLOT = PAGE.with_suffix(".svg")
 SEED = 3.05
 """What all optimisations of the report gave that this project repeats, on its authors' own job and machine."""
 TAKEN = ("machine", "commit", "date", "versions")
@@ -150,8 +147,7 @@ HEAD = (
 
 def tables(ladder: Ladder) -> str:
     """Markdown: a table for each job, and what they were measured on."""
-    drawn = f"![each rung, as times of transformers at batch 1]({PLOT.name})\n"
-    parts = [drawn] if ladder.feet else []
+    parts = []
     for kind, title in KINDS.items():
         rows = [f"### {title}\n", f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
         if kind == "equal" and ladder.feet:
@@ -202,43 +198,6 @@ def recall_cell(line: Line) -> str:
     return f"{100 * line['recall']:.2f}% ({100 * low:.2f} to {100 * high:.2f})"
 
 
-STEP, BAR = 34, 12  # pixels
-
-
-def picture(ladder: Ladder) -> str:
-    """The SVG: a bar a rung and job, as times of transformers at batch 1, and the seed's whole as a line."""
-    assert ladder.feet is not None
-    start, best = (foot["req_s"] for foot in ladder.feet)
-    bars = [("transformers, batch 1", {"equal": 1.0}), ("transformers, best batch", {"equal": best / start})]
-    for name in NAMES:
-        values = {kind: ladder.speeds[name, kind]["req_s"] / start for kind in KINDS if (name, kind) in ladder.speeds}
-        bars.append((RUNGS[name].title.partition(":")[0], values))
-    most = max(SEED, *(value for _, values in bars for value in values.values()))
-    top, height = 84, STEP * len(bars)
-    chart = Chart((1120, top + height + 20), (500, 1040, top, top + height), (0.0, most), (0.0, 1.0))
-    title = f"Requests a second, as times of transformers at batch 1: {ladder.feet[0]['machine']}"
-    chart.text(20, 24, title, size="14")
-    for number, (kind, colour) in enumerate(zip(KINDS, COLOURS)):
-        chart.text(20 + 160 * number, 46, f"■ {KINDS[kind].lower()}", fill=colour)
-    for number, (title, values) in enumerate(bars):
-        up = top + STEP * number
-        chart.text(chart.x(0) - 10, up + STEP / 2, title, "end")
-        for lane, (kind, colour) in enumerate(zip(KINDS, COLOURS)):
-            if value := values.get(kind):
-                y = up + 4 + BAR / 2 + (BAR + 1) * lane
-                chart.line(chart.x(0), y, chart.x(value), y, f'stroke="{colour}" stroke-width="{BAR}"')
-                chart.text(chart.x(value) + 4, y + BAR / 2 - 2, f"{value:.2f}", size="10")
-    chart.line(chart.x(SEED), top - 8, chart.x(SEED), top + height, 'stroke="#888" stroke-dasharray="4 4"')
-    chart.text(chart.x(SEED), top - 12, f"that report's ladder as a whole: {SEED}", "middle", size="10")
-    return chart.svg()
-
-
 def update(ladder: Ladder, check: bool = False) -> bool:
-    """Writes page and plot, unless they are only to be checked; whether that changes them."""
-    changed = report.write(PAGE, tables(ladder), check)
-    if ladder.feet:
-        drawn = picture(ladder)
-        changed |= not PLOT.exists() or PLOT.read_text() != drawn
-        if not check:
-            PLOT.write_text(drawn, encoding="utf-8")
-    return changed
+    """Writes the page, unless it is only to be checked; whether that changes it."""
+    return report.write(PAGE, tables(ladder), check)

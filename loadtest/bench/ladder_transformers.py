@@ -1,8 +1,8 @@
 """The foot of the ladder: W2's job in the plain loop that transformers' own pages show, at several batch sizes.
 
 Pictures are opened and cut by transformers' processor on Pillow, then `generate` gives four greedy tokens (bf16, SDPA);
-while pictures are prepared the GPU waits, as it does in such a loop. ladder runs it, with a Python that has
-transformers, and reads its lines; by itself:
+while pictures are prepared the GPU waits, as it does in such a loop. ladder runs it and reads its lines;
+by itself:
 
     PYTHONPATH=python_backends:clients python3 loadtest/ladder_transformers.py --device cuda --batches 1 8
 """

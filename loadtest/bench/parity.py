@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import figures
 import numpy as np
@@ -91,23 +89,13 @@ class Theirs(Loop):
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
 
 
-def short(question: Any) -> bool:
-    """Whether its answer is a word or two."""
-    return question.kind != "description"
-
-
-def heldout(count: int, wanted: Callable[[Any], bool] = lambda item: True) -> list[tuple[Any, bytes]]:
-    """This many of the held-out items that are wanted, spread over the whole set, with their pictures as JPEG."""
+def pictures(count: int) -> list[tuple[bytes, str]]:
+    """This many held-out pictures with their questions, spread over the whole set."""
     import scene
 
-    items = list(filter(wanted, scene.heldout()))
+    items = scene.heldout()
     chosen = items[:: len(items) // count][:count]
-    return [(item, scene.encode_jpeg(scene.sample(item.scene_seed, "heldout"))) for item in chosen]
-
-
-def pictures(count: int) -> list[tuple[bytes, str]]:
-    """Held-out pictures with their questions."""
-    return [(picture, item.question) for item, picture in heldout(count)]
+    return [(scene.encode_jpeg(scene.sample(item.scene_seed, "heldout")), item.question) for item in chosen]
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
 """Recall of the default model on the held-out set, through the server (`make bench NAME=recall`, `NAME=quantization`).
 
-recall: all 4,524 questions at the default tile policy, and those about large pictures at one tile. With
-`--plan docs/tile_policies.json` every tile policy is asked too; the curve is drawn beside that file. `--onnx FILE` has
-the vision stage compute another graph, one written for TensorRT (docs/tensorrt.md), on the CPU.
+recall: all 4,524 questions at the default tile policy, and those about large pictures at one tile (`tessera recall`
+and `tessera plan` measure a server that runs). `--onnx FILE` has the vision stage compute another graph, one written
+for TensorRT (docs/tensorrt.md), on the CPU.
 
     python loadtest/bench recall --gpus 0 --instances preprocess=10 --concurrency 64
 
@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import secrets
 import sys
 import tempfile
 from collections import Counter
@@ -42,27 +41,13 @@ from tessera.settings.user_cache import write_whole
 from tessera.vision.onnx_runner import graph_path
 from tessera_client import Client
 from tessera_command import terminal
-from tessera_evaluation import plan, recall
+from tessera_evaluation import recall
 from tessera_evaluation.datasets import Item, heldout_items
 
 sys.path.insert(0, str(figures.ROOT / "build" / "vision"))
 from check_graph import for_cpu
 
 MAX_TOKENS = 96  # enough for a description
-MAX_LOSS = 1.0  # points of recall that a policy may cost
-POLICIES = (
-    "reference",
-    "reference,thumbnail=never",
-    "reference,max_tiles=6",
-    "reference,max_tiles=1",
-    "reference,max_tiles=1,thumbnail=always",
-    "native",
-    "native,thumbnail=never",
-    "budget,token_budget=320",  # five tiles of this model's 64 tokens, as 1280 is for InternVL's 256
-    "budget,token_budget=320,thumbnail=never",
-    "two-tile",
-    "two-tile,thumbnail=always",
-)
 
 BOTH: dict[str, dict[str, Any]] = {"reference": {}, "reference,max_tiles=1": {"max_tiles": 1}}
 ON_LOAD = {
@@ -90,19 +75,6 @@ def measure(client: Client, items: list[Item], concurrency: int, **options: Any)
     return result
 
 
-def write_plan(client: Client, items: list[Item], concurrency: int, file: Path) -> int:
-    """Asks all questions under each policy; writes what `tessera plan` would. Returns how many ended in an error."""
-    measured = [
-        plan.measure(client, items, policy, secrets.token_hex(8), concurrency=concurrency, max_tokens=MAX_TOKENS)
-        for policy in tqdm(POLICIES, "policies")
-    ]
-    about = {"concurrency": concurrency, "data": "the held-out set", "machine": figures.machine()}
-    plan.print_table(measured, MAX_LOSS, Console(stderr=True))
-    file.write_text(json.dumps(plan.document(measured, MAX_LOSS, **about), indent=1) + "\n")
-    file.with_suffix(".svg").write_text(plan.plot(measured, MAX_LOSS, about), encoding="utf-8")
-    return sum(each.errors for each in measured)
-
-
 def use_graph(cache: Path, file: Path) -> str:
     """Have servers that start from now on find the exported graph in their cache, in place of the CPU stage's own.
 
@@ -116,17 +88,15 @@ def use_graph(cache: Path, file: Path) -> str:
 
 
 def recalls(
-    server_setup: Setup, items: list[Item], policies: list[str], concurrency: int
-) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """recall.figures() of each policy, and what the server says that it served."""
-    found = {}
-    with serve(server_setup) as server, Client(server.grpc) as client:
-        client.ask(items[0].picture, "Is there a door?", max_tokens=1)
-        for policy in policies:
-            found[policy] = measure(client, items, concurrency, **BOTH[policy])
-            if errors := found[policy]["errors"]:
-                raise SystemExit(f"{errors} questions ended in an error")
+    asked: Setup, concurrency: int, *jobs: tuple[list[Item], dict[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """recall.figures() of each job, which is questions and how they are asked, and what the server says it served."""
+    with serve(asked) as server, Client(server.grpc) as client:
+        client.ask(jobs[0][0][0].picture, "Is there a door?", max_tokens=1)
+        found = [measure(client, items, concurrency, **options) for items, options in jobs]
         page = terminal.ask(server.health)
+    if errors := sum(each["errors"] for each in found):
+        raise SystemExit(f"{errors} questions ended in an error")
     return found, {} if page is None else dict(page.weights)
 
 
@@ -159,21 +129,13 @@ def rendered(options: argparse.Namespace, folder: str) -> list[Item]:
 def recall_main() -> int:
     options = parser_of(
         ("--label", {"help": "for other settings than the default's: the figures are recall.LABEL.*"}),
-        ("--plan", {"type": Path, "metavar": "FILE.json", "help": "measure every tile policy and write this"}),
         ("--onnx", {"type": Path, "metavar": "FILE", "help": "a graph of build/vision/export_graph.py to judge"}),
-        ("--json", {"type": Path, "help": "write all figures of both runs here"}),
     ).parse_args()
     with tempfile.TemporaryDirectory(prefix="tessera-recall-") as folder:
         graph = use_graph(Path(folder) / "cache", options.onnx) if options.onnx else None
         items = rendered(options, folder)
         large = [item for item in items if max(item.width, item.height) >= recall.LARGE]
-        with serve(setup(options)) as server, Client(server.grpc) as client:
-            client.ask(items[0].picture, "Is there a door?", max_tokens=1)
-            default = measure(client, items, options.concurrency)
-            one_tile = measure(client, large, options.concurrency, max_tiles=1)
-            failed = write_plan(client, items, options.concurrency, options.plan) if options.plan else 0
-    if options.json:
-        options.json.write_text(json.dumps({"default": default, "large_at_one_tile": one_tile}, indent=1))
+        (default, one_tile), _ = recalls(setup(options), options.concurrency, (items, {}), (large, {"max_tiles": 1}))
     notes = {"pictures": len(items), **setup_notes(options)}
     # A part of the set is a check of one machine against another; only the whole gives the figures that count.
     prefix = ".".join(filter(None, ["recall", options.label or graph, "sample" if options.limit else ""]))
@@ -183,10 +145,7 @@ def recall_main() -> int:
     loss = round(100 * (whole - alone), 2)
     figures.emit(f"{prefix}.max_tiles_1_loss", loss, "points", large_pictures=len(large))
     figures.emit(f"{prefix}.qpm", default["qpm"], "questions/min", **notes)
-    failed += default["errors"] + one_tile["errors"]
-    if failed:
-        print(f"{failed} questions ended in an error", file=sys.stderr)
-    return 1 if failed else 0
+    return 0
 
 
 def quantization_main() -> int:
@@ -200,18 +159,18 @@ def quantization_main() -> int:
     methods = {"bf16": {"quantization": "checkpoint"}} | {method: ON_LOAD[method] for method in options.on_load}
     variants = {method: (options.checkpoint, settings) for method, settings in methods.items()}
     variants |= {method: (folder, {}) for method, folder in made.items()}
-    original: dict[str, dict[str, Any]] = {}
+    original: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="tessera-recall-") as folder:
         items = rendered(options, folder)
         for name, (checkpoint, settings) in variants.items():
             asked = setup(options)
             asked = replace(asked, checkpoint=checkpoint, settings={**asked.settings, **settings})
-            found, served = recalls(asked, items, options.policies, options.concurrency)
-            original = original or found
-            macros = {policy: 100 * found[policy]["recall.macro"] for policy in options.policies}
-            drops = {policy: 100 * original[policy]["recall.macro"] - macro for policy, macro in macros.items()}
+            found, served = recalls(asked, options.concurrency, *((items, BOTH[each]) for each in options.policies))
+            macros = {policy: 100 * each["recall.macro"] for policy, each in zip(options.policies, found)}
+            original = original or macros
+            drops = {policy: original[policy] - macro for policy, macro in macros.items()}
             print(f"{name} ({served}): {macros}, drops {drops}", file=sys.stderr, flush=True)
-            if found is not original:
+            if macros is not original:
                 notes = {"questions": len(items), "served": served, "macro": macros, "drops": drops}
                 # Only the whole set at both policies gives the figures that count.
                 whole = options.limit is None and len(drops) == len(BOTH)

@@ -20,7 +20,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import counting
@@ -41,7 +41,6 @@ STEP_MS = (4.1, 4.85, 5.9, 7.8, 9.7, 15.1, 171.0)
 TILE_MS = 1.45  # of the GPU's time
 FORWARD_TILES = 16
 PREPROCESS_MS = 5.0
-HAND_OVER_MS = 1.5  # from vision to the language model, one request at a time
 OWN_TOKENS = 21  # at the end of a prompt, of which a picture's next question has others
 SKIPPED_MS = 10_000.0
 
@@ -64,6 +63,38 @@ LONG = Kind(9, 2364, 256, "long")  # a picture of 1920 x 1080 pixels
 MIX_PROMPTS = {"short": 316, "long_prompt": 2316, "long_answer": 316}  # of open_loop's kinds
 
 
+@dataclass(frozen=True)
+class Options:
+    """`concurrency` requests in a closed loop, of `tiles` and `prompt` and `answer` tokens, `questions` of them about
+    each picture, one after the other; beside them `long_callers` of a large picture. `mix`: in place of all these so
+    many requests a second of the load's open loop. `step_time`: times that in bf16, in FP8 about 0.6; `hand_over_ms`:
+    from vision to the language model, one request at a time. What ran for the first 10 of the `seconds` does not count.
+    """
+
+    concurrency: int = 64
+    tiles: int = 1
+    prompt: int = 316
+    answer: int = 256
+    questions: int = 1
+    long_callers: int = 0
+    mix: float = 0.0
+    step_time: float = 1.0
+    hand_over_ms: float = 1.5
+    max_batched_tokens: int = 8192
+    seconds: float = 30.0
+
+
+LETTERS = {
+    "long_callers": "l",
+    "tiles": "t",
+    "questions": "q",
+    "step_time": "s",
+    "hand_over_ms": "h",
+    "max_batched_tokens": "b",
+}
+"""How a figure's name says what is not the default."""
+
+
 @dataclass(eq=False)
 class Question:
     """One request: which ``number`` it has among its picture's, when it was ``asked`` and left the vision stage;
@@ -80,20 +111,34 @@ class Question:
 class Simulation:
     """The scheduler itself, in a time that passes from event to event."""
 
-    def __init__(self, seed: int, rules: Rules, max_batched_tokens: int) -> None:
+    def __init__(self, options: Options, rules: Rules = EVERY_RULE, seed: int = 1) -> None:
         self.now = 0.0  # ms
         self.first_tokens: list[float] = []
-        self._scheduler = Scheduler(BlockManager(400_000, 16), Load(max_batched_tokens, 256, rules))
+        self.spent: dict[str, list[float]] = {}  # by kind, ms from asking to the answer's end
+        self.queued: list[float] = []  # from vision to the step that reads the prompt
+        self.tokens = self.steps = 0
+        self.idle = 0.0  # ms of the GPU
+        self._options = options
+        self._scheduler = Scheduler(BlockManager(400_000, 16), Load(options.max_batched_tokens, 256, rules))
         self._random = random.Random(seed)
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []  # a heap
         self._numbers = itertools.count()
+        self._vision: deque[Question] = deque()  # those that wait there for a forward
+        self._forward_ends, self._owed, self._handed_over = 0.0, 0.0, 0.0
+        self._asked: dict[Sequence, Question] = {}
+        if options.mix:
+            for at, workload in open_loop.arrivals(options.mix, options.seconds, seed):
+                asked = Kind(1, MIX_PROMPTS[workload.name], workload.tokens, workload.name)
+                self._at(1e3 * at, self._ask, asked, None, False)
+            return
+        for asked in [Kind(options.tiles, options.prompt, options.answer)] * options.concurrency:
+            self._ask(asked)
+        for _ in range(options.long_callers):
+            self._ask(LONG)
 
     def monotonic_ns(self) -> int:
         """The scheduler's clock."""
         return int(self.now * 1e6)
-
-    def run(self, until: float) -> None:
-        raise NotImplementedError
 
     def _at(self, when: float, act: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self._events, (when, next(self._numbers), act, arguments))
@@ -105,68 +150,17 @@ class Simulation:
             act(*arguments)
         self.now = max(self.now, to)
 
-    def _random_ids(self, count: int) -> np.ndarray:
-        return np.array([self._random.randrange(1 << 30) for _ in range(count)], np.int32)
-
-    def _sequence(self, ids: np.ndarray, answer: int, cache_limit: int | None = 0, priority: int = 0) -> Sequence:
-        """A request that arrives now, all of whose prompt is to be computed."""
-        sampling = SamplingParameters(max_tokens=answer, ignore_eos=True, priority=priority)
-        spans, digest = np.array([[PICTURE_START, 0]], np.int32), np.zeros(2, np.int64)
-        request = Request("", ids, spans, None, digest, sampling)
-        return Sequence(replace(request, arrival_ns=self.monotonic_ns()), cache_limit=cache_limit)
-
-
-def simulate(simulation: Simulation, seconds: float) -> Any:
-    """The simulation, when it has run for so long by its own clock."""
-    policies.time = simulation  # type: ignore[assignment]
-    simulation.run(1e3 * seconds)
-    return simulation
-
-
-class ClosedLoop(Simulation):
-    """``concurrency`` requests of a ``kind``, this many ``questions`` about each picture, and beside them
-    ``long_callers`` that ask LONG ones; ``mix``: requests a second of open_loop's, for ``seconds``. ``step_time``:
-    times that in bf16."""
-
-    def __init__(
-        self,
-        concurrency: int,
-        kind: Kind,
-        seed: int,
-        questions: int = 1,
-        step_time: float = 1.0,
-        hand_over_ms: float = HAND_OVER_MS,
-        rules: Rules = EVERY_RULE,
-        max_batched_tokens: int = 8192,
-        long_callers: int = 0,
-        mix: float = 0.0,
-        seconds: float = 0.0,
-    ) -> None:
-        super().__init__(seed, rules, max_batched_tokens)
-        self.spent: dict[str, list[float]] = {}  # by kind, ms from asking to the answer's end
-        self.queued: list[float] = []  # from vision to the step that reads the prompt
-        self.tokens = self.steps = 0
-        self.idle = 0.0  # ms of the GPU
-        self._questions, self._step_time, self._hand_over_ms = questions, step_time, hand_over_ms
-        self._vision: deque[Question] = deque()  # those that wait there for a forward
-        self._forward_ends, self._owed, self._handed_over = 0.0, 0.0, 0.0
-        self._asked: dict[Sequence, Question] = {}
-        for asked in [kind] * concurrency + [LONG] * long_callers:
-            self._ask(asked)
-        for at, workload in open_loop.arrivals(mix, seconds, seed) if mix else ():
-            asked = Kind(1, MIX_PROMPTS[workload.name], workload.tokens, workload.name)
-            self._at(1e3 * at, self._ask, asked, None, False)
-
-    def run(self, until: float) -> None:
+    def run(self) -> Simulation:
         """Steps, of which one is launched ahead as the engine does it."""
+        policies.time = self  # type: ignore[assignment]
         under_way: deque[tuple[ScheduledBatch, float]] = deque()
         free = 0.0
-        while self.now < until:
+        while self.now < 1e3 * self._options.seconds:
             first = bool(under_way) and self._scheduler.must_finish_before_next(under_way[-1][0])
             batch = ScheduledBatch([]) if first else self._scheduler.schedule()
             if batch.spans:
                 self._scheduled(batch)
-                took = self._step_time * step_ms(batch.tokens)
+                took = self._options.step_time * step_ms(batch.tokens)
                 self._scheduler.record_step_time(batch, int(took * 1e6))
                 begins = max(free, self.now + 0.3)
                 self.idle += begins - free - self._see(begins - free)
@@ -176,6 +170,7 @@ class ClosedLoop(Simulation):
                 self._apply(*under_way.popleft())
             elif not under_way:
                 self._advance(self.now + 0.5)
+        return self
 
     def _scheduled(self, batch: ScheduledBatch) -> None:
         if self.now < SKIPPED_MS:
@@ -208,8 +203,8 @@ class ClosedLoop(Simulation):
                     self._ask(question.kind, question)
 
     def _ask(self, kind: Kind, before: Question | None = None, again: bool = True) -> None:
-        ids, number = self._random_ids(kind.prompt), 0
-        if before and before.number + 1 < self._questions:
+        ids, number = np.array([self._random.randrange(1 << 30) for _ in range(kind.prompt)], np.int32), 0
+        if before and before.number + 1 < self._options.questions:
             ids[:-OWN_TOKENS], number = before.ids[:-OWN_TOKENS], before.number + 1
         question = Question(ids, kind, number, self.now, again)
         self._at(self.now + PREPROCESS_MS * self._random.uniform(0.7, 1.5), self._arrive, question)
@@ -229,7 +224,7 @@ class ClosedLoop(Simulation):
             if tiles + self._vision[0].kind.tiles > FORWARD_TILES:
                 break
             group.append(self._vision.popleft())
-        work = self._step_time * TILE_MS * tiles
+        work = self._options.step_time * TILE_MS * tiles
         self._owed += work
         self._forward_ends = self.now + 1 + 1.6 * work  # beside steps
         for question in group:
@@ -238,81 +233,57 @@ class ClosedLoop(Simulation):
 
     def _hand_over(self, question: Question, seen: float) -> None:
         question.seen = seen
-        self._handed_over = max(self._handed_over, seen) + self._hand_over_ms
+        self._handed_over = max(self._handed_over, seen) + self._options.hand_over_ms
         self._at(self._handed_over, self._submit, question)
 
     def _submit(self, question: Question) -> None:
-        sequence = self._sequence(question.ids, question.kind.answer, None if self._questions > 1 else 0)
+        """Hands a request over; where pictures have one question each, nothing of it may be found in the cache."""
+        sampling = SamplingParameters(max_tokens=question.kind.answer, ignore_eos=True)
+        spans, digest = np.array([[PICTURE_START, 0]], np.int32), np.zeros(2, np.int64)
+        request = Request("", question.ids, spans, None, digest, sampling, arrival_ns=self.monotonic_ns())
+        sequence = Sequence(request, cache_limit=None if self._options.questions > 1 else 0)
         self._asked[sequence] = question
         self._scheduler.add(sequence)
 
 
-def parsed(parser: argparse.ArgumentParser, seconds: float) -> tuple[argparse.Namespace, Rules, str]:
-    """The options of both programs and the parser's own; the rules; and what a figure's name adds for these where they
-    or the step's size are not the default."""
+def main() -> int:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, epilog=Options.__doc__, formatter_class=layout)
+    for field in fields(Options):
+        kind: Any = type(field.default)
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
     rules = [field.name for field in fields(Rules)]
-    parser.add_argument("--seconds", type=float, default=seconds)
     parser.add_argument("--without", nargs="+", default=[], choices=rules, help="rules that are turned off")
-    parser.add_argument("--max-batched-tokens", type=int, default=8192)
-    options = parser.parse_args()
+    given = vars(parser.parse_args())
+    without = given.pop("without")
+    options = Options(**given)
     if options.seconds <= SKIPPED_MS / 1e3:
         parser.error(f"the first {SKIPPED_MS / 1e3:g} s do not count; give more --seconds")
-    size = f".b{options.max_batched_tokens}" * (options.max_batched_tokens != 8192)
-    name = size + "".join(f".no_{rule}" for rule in options.without)
-    return options, Rules(**dict.fromkeys(options.without, False)), name
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--tiles", type=int, default=1)
-    parser.add_argument("--prompt", type=int, default=316, help="tokens")
-    parser.add_argument("--answer", type=int, default=256, help="tokens")
-    parser.add_argument("--questions", type=int, default=1, help="about each picture, one after the other")
-    parser.add_argument("--step-time", type=float, default=1.0, help="times that in bf16; in FP8 it is about 0.6")
-    parser.add_argument("--hand-over-ms", type=float, default=HAND_OVER_MS, help="from vision to the language model")
-    parser.add_argument("--long-callers", type=int, default=0, help=f"beside the others, of {LONG}")
-    parser.add_argument("--mix", type=float, default=0.0, help="requests a second of an open loop, 98 %% short, alone")
-    options, rules, of_rules = parsed(parser, 30.0)
-    simulation = ClosedLoop(
-        0 if options.mix else options.concurrency,
-        Kind(options.tiles, options.prompt, options.answer),
-        15 if options.mix else 1,  # as the load's schedule
-        options.questions,
-        options.step_time,
-        options.hand_over_ms,
-        rules,
-        options.max_batched_tokens,
-        options.long_callers,
-        options.mix,
-        options.seconds,
-    )
-    simulate(simulation, options.seconds)
+    seed = 15 if options.mix else 1  # as the load's schedule
+    simulation = Simulation(options, Rules(**dict.fromkeys(without, False)), seed).run()
     counted = options.seconds - SKIPPED_MS / 1e3
-    first, queued = (
-        round(counting.percentile(sorted(each), 0.5)) for each in (simulation.first_tokens, simulation.queued)
+
+    def percentile(values: list[float], share: float) -> int:
+        return round(counting.percentile(sorted(values), share))
+
+    name = f"mix.r{options.mix:g}" if options.mix else f"{options.prompt}to{options.answer}.c{options.concurrency}"
+    name += "".join(
+        f".{letter}{given[what]:g}" for what, letter in LETTERS.items() if given[what] != getattr(Options, what)
     )
-    name = f"simulated.{options.prompt}to{options.answer}.c{options.concurrency}"
-    if options.mix:
-        name = f"simulated.mix.r{options.mix:g}"
-    letters = {"l": "long_callers", "t": "tiles", "q": "questions", "s": "step_time", "h": "hand_over_ms"}
-    for letter, what in letters.items():
-        if (given := getattr(options, what)) != parser.get_default(what):
-            name += f".{letter}{given:g}"
     figures.emit(
-        f"{name}{of_rules}.tok_s",
+        f"simulated.{name}{''.join(f'.no_{rule}' for rule in without)}.tok_s",
         round(simulation.tokens / counted),
         "tok/s",
         req_s=round(sum(map(len, simulation.spent.values())) / counted, 1),
-        ttft_p50_ms=first,
-        queued_p50_ms=queued,
+        ttft_p50_ms=percentile(simulation.first_tokens, 0.5),
+        queued_p50_ms=percentile(simulation.queued, 0.5),
         steps_s=round(simulation.steps / counted, 1),
         idle=round(simulation.idle / counted / 1e3, 3),
         kinds={
             kind: {
                 "req_s": round(len(spent) / counted, 1),
-                "p50_ms": round(counting.percentile(sorted(spent), 0.5)),
-                "p99_ms": round(counting.percentile(sorted(spent), 0.99)),
+                "p50_ms": percentile(spent, 0.5),
+                "p99_ms": percentile(spent, 0.99),
             }
             for kind, spent in sorted(simulation.spent.items())
         },

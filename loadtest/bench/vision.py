@@ -4,7 +4,7 @@ Forwards as the encoder makes them, pixels on the device: of tiles for InternViT
 mineru25-shape`) of the pictures of W5a and W5b. Ceilings are of one H200: products at the speed of a large one, the
 best attention, elementwise values at that of a copy. `vision.fp8.cosine` is that of the rows of both.
 
-    python loadtest/bench vision --profile
+    python loadtest/bench vision
     python loadtest/bench vision --shape mineru25-shape
     python loadtest/bench vision --shape build/default_model/checkpoint --device cpu      a trial: `trial.vision.*`
 """
@@ -88,24 +88,12 @@ def drawn(runner: Runner, forward: Forward, device: torch.device) -> tuple[torch
     return (levels + torch.randint(0, 12, (count, *shape), dtype=torch.uint8)).to(device), wires
 
 
-def profile(call: Callable[[], object]) -> str:
-    """The kernels of three calls."""
-    call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as watch:
-        for _ in range(3):
-            call()
-        torch.cuda.synchronize()
-    return watch.key_averages().table(sort_by="cuda_time_total", row_limit=24, max_name_column_width=90)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="internvl3-8b-shape", help="of loadtest/shapes, or a checkpoint's folder")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", metavar="FORWARD", help="by its name")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--profile", action="store_true", help="print the kernels of each forward")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("vision: needs a GPU, and this machine has none; a trial without: --device cpu")
@@ -130,11 +118,9 @@ def main() -> int:
         turns = [
             {kind: milliseconds(call, device, options.repeats) for kind, call in calls.items()} for _ in range(TURNS)
         ]
-        for (kind, call), ceiling in zip(calls.items(), forward.ceilings):
+        for kind, ceiling in zip(calls, forward.ceilings):
             name, value = forward.figure(kind, median(turn[kind] for turn in turns))
             figures.emit(prefix + name, round(value, 4), "ms", ceiling=ceiling if recorded else None)
-            if options.profile and device.type == "cuda":
-                print(f"{name}, three forwards\n{profile(call)}", file=sys.stderr, flush=True)
         if forward is forwards[0]:
             cosines = F.cosine_similarity(*(call().double() for call in calls.values()), dim=-1)
             least = round(float(cosines.min()), 5)

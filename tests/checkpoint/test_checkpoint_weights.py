@@ -91,14 +91,6 @@ def targets(module):
     return {name: partial(copy_whole, value) for name, value in module.state_dict().items()}
 
 
-def test_fill_converts_to_each_weight_s_dtype():
-    module = torch.nn.Linear(3, 4)
-    fill("it", targets(module), [("weight", torch.ones(4, 3).half()), ("bias", torch.arange(4.0).double())])
-    assert module.weight[:, 0].tolist() == [1] * 4
-    assert module.bias.tolist() == [0, 1, 2, 3]
-    assert module.bias.dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     ("tensors", "complaint"),
     [

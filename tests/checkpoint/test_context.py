@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_checkpoints
+from fakes.backend import stage_args
 
 from tessera.engine.engine import Engine
 from tessera.errors import ConfigError, InvalidRequest
@@ -50,16 +50,10 @@ def test_a_dynamic_rope_alone_reaches_beyond_the_trained_length(tmp_path: Path, 
             ours(long)
 
 
-def test_the_stage_takes_max_model_len(tmp_path: Path) -> None:
+def test_the_stage_takes_max_model_len(backend: Any, tmp_path: Path) -> None:
     from tessera.tritonserver.preprocess import TritonPythonModel
 
-    path = folder(tmp_path / "checkpoint", rope=DYNAMIC)
-    source = (Path(__file__).parents[2] / "model_repository/preprocess/config.pbtxt").read_text()
-    keys = [line.split('"')[1::2] for line in source.splitlines() if line.strip().startswith("{ key:")]
-    parameters = {key: {"string_value": value} for key, value in ((k[0], k[1] if len(k) > 1 else "") for k in keys)}
-    parameters["checkpoint"] = {"string_value": str(path)}
-    parameters["max_model_len"] = {"string_value": "400"}
     stage = TritonPythonModel()
-    config = json.dumps({"parameters": parameters})
-    stage.initialize({"model_name": "preprocess", "model_repository": str(tmp_path), "model_config": config})
+    path = str(folder(tmp_path, rope=DYNAMIC))
+    stage.initialize(stage_args("preprocess", checkpoint=path, max_model_len="400"))
     assert stage._preprocessor.prompts.context_length == 400

@@ -25,31 +25,25 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
 
 
-def test_the_snapshot_of_main_is_taken(home: Path) -> None:
+def test_the_snapshot_of_main_is_taken_where_huggingface_hub_keeps_it(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(home.parent))
+    (home.parent / ".cache").mkdir()
+    (home.parent / ".cache" / "huggingface").symlink_to(home)
     snapshot = home / "hub" / "models--Org--Name-1.5B" / "snapshots" / COMMITS[1]
     for environment in (
+        {},
+        {"XDG_CACHE_HOME": str(home.parent / ".cache")},
         {"HF_HOME": str(home)},
         {"HF_HUB_CACHE": str(home / "hub"), "HF_HOME": "/elsewhere"},
         {"HUGGINGFACE_HUB_CACHE": str(home / "hub")},
     ):
-        assert find_checkpoint("Org/Name-1.5B", environment) == snapshot
-
-
-def test_the_usual_place_of_the_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(home.parent))
-    (home.parent / ".cache").mkdir()
-    home.rename(home.parent / ".cache" / "huggingface")
-    found = find_checkpoint("Org/Name-1.5B", {})
-    assert found == find_checkpoint("Org/Name-1.5B", {"XDG_CACHE_HOME": str(home.parent / ".cache")})
-    assert found.name == COMMITS[1] and found.is_dir()
-
-
-def test_huggingface_hub_looks_in_the_same_place(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert find_checkpoint("Org/Name-1.5B", environment).resolve() == snapshot
     hub = pytest.importorskip("huggingface_hub")
-    (home / "hub" / "models--Org--Name-1.5B" / "snapshots" / COMMITS[1] / "config.json").write_text("{}")
-    found = find_checkpoint("Org/Name-1.5B", {"HF_HOME": str(home)})
+    (snapshot / "config.json").write_text("{}")
     theirs = hub.snapshot_download("Org/Name-1.5B", cache_dir=home / "hub", local_files_only=True)
-    assert Path(theirs) == found
+    assert Path(theirs) == snapshot
 
 
 def test_a_folder_of_that_name_goes_first(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

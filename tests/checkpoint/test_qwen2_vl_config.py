@@ -7,27 +7,12 @@ from typing import Any
 
 import pytest
 from models.checkpoint_folders import write
-from tiny_qwen2_vl import ROPE, edit, flatten, write_folder
+from tiny_qwen2_vl import ROPE, edit, write_folder
 
-from tessera.checkpoint.normalization import CLIP_MEAN, CLIP_STD
 from tessera.checkpoint.weights import split_names
 from tessera.errors import CheckpointError
 from tessera.models.qwen2_vl.config import PixelRange
 from tessera.models.registry import read_config
-
-PUBLISHED = dict(min_pixels=3136, max_pixels=12845056)
-
-
-def test_nested_and_flat_describe_the_same_model(tmp_path: Path) -> None:
-    nested = read_config(write_folder(tmp_path / "nested", **PUBLISHED))
-    flat = read_config(flatten(write_folder(tmp_path / "flat", **PUBLISHED)))
-    assert (flat.text, flat.vision, flat.pictures) == (nested.text, nested.vision, nested.pictures)
-    text, vision = flat.text, flat.vision
-    assert (text.architecture, text.attention_bias, text.head_dim) == ("Qwen2ForCausalLM", True, 16)
-    assert (text.rope_theta, text.rope_scaling, text.mrope_section) == (1e6, None, (2, 3, 3))
-    assert (vision.embed_dim, vision.hidden_size, vision.hidden_act) == (32, 64, "quick_gelu")
-    assert vision.pixel_mean == pytest.approx(CLIP_MEAN) and vision.pixel_std == pytest.approx(CLIP_STD)
-    assert (flat.model_type, flat.eos_token_ids, flat.pictures) == ("qwen2_vl", (2,), PixelRange(3136, 12845056))
 
 
 def test_what_a_saver_left_out_takes_the_class_default(tmp_path: Path) -> None:
@@ -46,18 +31,6 @@ def test_either_place_ties_the_head(tmp_path: Path) -> None:
     assert not read_config(write_folder(tmp_path)).text.tie_word_embeddings
     assert read_config(edit(tmp_path, text_config={"tie_word_embeddings": True})).text.tie_word_embeddings
     assert read_config(edit(write_folder(tmp_path), tie_word_embeddings=True)).text.tie_word_embeddings
-
-
-@pytest.mark.parametrize(
-    ("rope", "theta"),
-    [
-        ({"rope_scaling": {"rope_type": "default", "type": "default", "mrope_section": [2, 3, 3]}}, 1e6),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [2, 3, 3]}}, 5e5),
-    ],
-)
-def test_rope_of_newer_savers(tmp_path: Path, rope: dict[str, Any], theta: float) -> None:
-    text = read_config(edit(write_folder(tmp_path), text_config={"rope_scaling": None} | rope)).text
-    assert (text.rope_theta, text.rope_scaling, text.mrope_section) == (theta, None, (2, 3, 3))
 
 
 @pytest.mark.parametrize(

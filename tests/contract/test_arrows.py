@@ -52,7 +52,8 @@ BLOCKED = {
     " tessera_documents mineru_vl_utils pypdfium2 tessera_jobs pyarrow",
 }
 
-# Imports each package in a process of its own: all are forks of one, which loads torch before those that may have it.
+# Imports each package in a process of its own, a core each: all are forks of one, which loads torch before those that
+# may have it.
 PROGRAM = """
 import importlib, json, os, pkgutil, sys
 class Wall:
@@ -70,15 +71,21 @@ def touch(name, blocked):
     torch = sys.modules.get("torch")
     assert torch is None or not torch.cuda.is_initialized(), "importing touched a device"
 packages = {name: set(blocked.split()) for name, blocked in json.loads(sys.argv[1]).items()}
+under_way = 0
 for name in sorted(packages, key=lambda name: "torch" not in packages[name]):
     if "torch" not in packages[name]:
         import torch
+    if under_way == os.cpu_count():
+        os.wait()
+        under_way -= 1
+    under_way += 1
     if os.fork() == 0:
         try:
             touch(name, packages[name])
         except BaseException as error:
             print(json.dumps([name, repr(error)]), flush=True)
         os._exit(0)
+for _ in range(under_way):
     os.wait()
 """
 

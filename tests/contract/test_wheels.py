@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
-from collections.abc import Iterator
-from importlib.metadata import Distribution, distribution
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -19,18 +17,30 @@ from packaging.utils import canonicalize_name
 pytest.importorskip("tomllib")  # Python 3.11
 from wheels import Wheels
 
+# Imports all modules of the packages from the folders; of what is installed, only the files of these distributions are
+# there.
 IMPORT_ALL = """
 import importlib, json, pkgutil, sys
-sys.path.insert(0, sys.argv[1])
+from importlib.machinery import PathFinder
+from importlib.metadata import distribution
+folders, site, packages, distributions = json.loads(sys.argv[1])
+sys.path += [*folders, site]
+there = {str(file.locate()) for name in distributions for file in distribution(name).files or []}
+class Wall:
+    def find_spec(self, module, path=None, target=None):
+        spec = PathFinder.find_spec(module, path)
+        if spec and spec.origin and spec.origin.startswith(site) and spec.origin not in there:
+            raise ModuleNotFoundError(f"no module named {module}", name=module)
+sys.meta_path.insert(0, Wall())
 missing = set()
-for package in sys.argv[2:]:
+for package in packages:
     root = importlib.import_module(package)
     for module in pkgutil.walk_packages(root.__path__, package + "."):
         if not module.name.endswith("__main__"):
             try:
                 importlib.import_module(module.name)
             except ModuleNotFoundError as error:
-                missing.add(error.name)
+                missing.add(error.name.partition(".")[0])
 import tessera_wire
 print(json.dumps([tessera_wire.__version__, sorted(missing)]))
 """
@@ -40,13 +50,17 @@ OF_ITS_PLACE = {"triton", "triton_python_backend_utils"}
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Wheels, dict[str, Path]]:
+    """The table, and a folder of each wheel's contents."""
     wheels, folder = Wheels(), tmp_path_factory.mktemp("dist")
-    return wheels, {name: wheels.build(name, folder) for name in wheels.table}
+    for name in wheels.table:
+        zipfile.ZipFile(wheels.build(name, folder)).extractall(folder / name)
+    return wheels, {name: folder / name for name in wheels.table}
 
 
-def required(wheels: Wheels, wanted: str) -> tuple[set[str], dict[str, Distribution]]:
+def required(wheels: Wheels, wanted: str) -> tuple[set[str], set[str]]:
     """The wheels of the table and the installed distributions that ``wanted`` asks for, and what those ask for."""
-    ours, theirs, queue, seen = set(), {}, [Requirement(wanted)], set()
+    seen: set[tuple[str, str]] = set()
+    queue = [Requirement(wanted)]
     while queue:
         requirement = queue.pop()
         name = canonicalize_name(requirement.name)
@@ -55,29 +69,14 @@ def required(wheels: Wheels, wanted: str) -> tuple[set[str], dict[str, Distribut
                 continue
             seen.add((name, extra))
             if name in wheels.table:
-                ours.add(name)
                 project = wheels.metadata(name)
                 asked = project["optional-dependencies"][extra] if extra else project["dependencies"]
             else:
-                theirs[name] = distribution(name)
-                asked = theirs[name].requires or []
+                asked = distribution(name).requires or []
             parsed = [Requirement(each) for each in asked]
             queue += [each for each in parsed if each.marker is None or each.marker.evaluate({"extra": extra})]
-    return ours, theirs
-
-
-def installed(folder: Path, wheels: Iterator[Path], others: dict[str, Distribution]) -> None:
-    for wheel in wheels:
-        zipfile.ZipFile(wheel).extractall(folder)
-    for other in others.values():
-        for file in other.files or []:
-            if file.parts[0] != ".." and "__pycache__" not in file.parts:
-                link = folder / file
-                link.parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    os.link(file.locate(), link)  # not a symbolic one: cv2 looks where it really lies
-                except OSError:  # another file system
-                    shutil.copy(file.locate(), link)
+    names = {name for name, _ in seen}
+    return names & set(wheels.table), names - set(wheels.table)
 
 
 @pytest.mark.parametrize(
@@ -93,13 +92,14 @@ def installed(folder: Path, wheels: Iterator[Path], others: dict[str, Distributi
     ],
 )
 def test_a_wheel_stands_alone(
-    wanted: str, packages: list[str], may_lack: set[str], built: tuple[Wheels, dict[str, Path]], tmp_path: Path
+    wanted: str, packages: list[str], may_lack: set[str], built: tuple[Wheels, dict[str, Path]]
 ) -> None:
-    wheels, files = built
+    wheels, contents = built
     ours, theirs = required(wheels, wanted)
-    installed(tmp_path, (files[name] for name in ours), theirs)
-    command = [sys.executable, "-I", "-S", "-c", IMPORT_ALL, str(tmp_path), *packages]
-    done = subprocess.run(command, capture_output=True, text=True)
+    given = json.dumps(
+        [[str(contents[name]) for name in ours], sysconfig.get_path("purelib"), packages, sorted(theirs)]
+    )
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", IMPORT_ALL, given], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     version, missing = json.loads(done.stdout.splitlines()[-1])
     assert version == wheels.version

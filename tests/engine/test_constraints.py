@@ -21,7 +21,6 @@ from engine_fakes import (
     text_of,
     tiny_engine,
     tiny_model,
-    tokens_of,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -164,26 +163,6 @@ def test_the_sampler_chooses_among_what_is_allowed():
     assert masked == 9 and others in ([(8, None), (1, None)], [(8, None), (2, None)])
     assert report.logprob == pytest.approx(float(raw[0, 9]))  # the model's own, before anything was ruled out
     assert report.top == ((8, pytest.approx(float(raw[0, 8]))),)
-
-
-@pytest.mark.parametrize("async_launch", [False, True])
-def test_constrained_and_free_answers_share_batches(async_launch):
-    """The free ones go on at every step, as without the others."""
-    engine, runner = make_engine(num_blocks=200, async_launch=async_launch)
-    for n in range(3):
-        engine.submit(make_request([1, 2, n], f"free {n}", max_tokens=12, ignore_eos=True))
-        engine.submit(make_request([1, 2, n], f"bound {n}", max_tokens=60, regex="(ab|cd){6}"))
-    events = run(engine)
-    for n in range(3):
-        assert re.fullmatch("(ab|cd){6}", text_of(events, f"bound {n}"))
-        alone, _ = make_engine(num_blocks=200)
-        alone.submit(make_request([1, 2, n], f"free {n}", max_tokens=12, ignore_eos=True))
-        assert tokens_of(events, f"free {n}") == tokens_of(run(alone), f"free {n}")
-    assert set(ends(events).values()) == {"stop", "length"}
-    names = [{sequence.request.request_id for sequence, *_ in batch} for batch in runner.batches]
-    assert all(f"free {n}" in ran for ran in names[:12] for n in range(3))
-    steps = [place for place, ran in enumerate(names) if "bound 0" in ran]
-    assert all(later - earlier == 1 + async_launch for earlier, later in pairwise(steps[:6]))
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])

@@ -59,39 +59,6 @@ def test_without_max_tokens_an_answer_is_as_long_as_fits(num_blocks, room):
             engine.submit(make_request([1] * prompt, **sampling))
 
 
-def test_answers_without_max_tokens_reserve_nothing():
-    engine, runner = make_engine(num_blocks=100, block_size=4, max_model_len=400)
-    runner.script |= {f"{n}": [*b"ab", EOS] for n in range(8)}
-    sequences = [engine.submit(make_request([1, 2, n], f"{n}")) for n in range(8)]
-    engine.step()
-    assert len(engine.scheduler.running) == 8 and engine.scheduler.blocks.used == 8
-    assert all(len(sequence.ids) < 100 and len(sequence.identities) < 100 for sequence in sequences)
-    assert set(ends(run(engine)).values()) == {"stop"}
-
-
-def test_events_carry_times_and_counts():
-    engine, _ = make_engine()
-    engine.submit(make_request([1, 2] + [0] * 6, pictures=[(2, 6, 9)], max_tokens=2, ignore_eos=True))
-    last = run(engine)[-1]
-    assert last.usage == (8, 2, 6)
-    times = [last.request.arrival_ns, last.scheduled_ns, last.first_token_ns, last.emitted_ns]
-    assert times == sorted(times) and times[0] > 0
-
-
-def test_cancelling_a_running_request_frees_its_blocks_in_one_step():
-    engine, _ = make_engine()
-    sequence = engine.submit(make_request([1] * 20, max_tokens=50, ignore_eos=True))
-    engine.step()
-    assert engine.scheduler.blocks.used > 0
-    engine.cancel(sequence.request.number)
-    engine.cancel(sequence.request.number)
-    events = engine.step()
-    assert ends(events) == {"r": "cancelled"} and len(events) == 1
-    assert engine.scheduler.blocks.used == 0 and not engine.has_work()
-    engine.cancel(sequence.request.number)
-    assert not engine.has_work()
-
-
 def test_too_many_in_flight():
     engine, _ = make_engine(max_in_flight=3, max_sequences=1)
     for _ in range(3):
@@ -106,7 +73,7 @@ def test_too_many_in_flight():
 
 
 def test_failing_ends_every_request_and_the_engine_goes_on():
-    engine, _runner = make_engine(max_sequences=2)
+    engine, _ = make_engine(max_sequences=2)
     for number in range(4):
         engine.submit(make_request([number], f"{number}", max_tokens=5, ignore_eos=True))
     engine.step()
@@ -148,8 +115,7 @@ def test_a_deadline_ends_a_running_and_a_waiting_request_and_nobody_else(monkeyp
     late = engine.step()
     assert ends(late) == {"first": "deadline", "queued": "deadline"}
     tokens = {e.request.request_id: e.usage.completion_tokens for e in late if e.finish_reason}
-    assert tokens["first"] > 0
-    assert tokens["queued"] == 0
+    assert tokens["first"] > 0 == tokens["queued"]
     assert ends(run(engine)) == {"free": "length"}
     assert engine.scheduler.blocks.used == 0
 

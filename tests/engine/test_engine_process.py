@@ -6,14 +6,24 @@ import os
 import signal
 import threading
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from engine_fakes import TextEngine, run
+from engine_fakes import make_engine as fake_engine
+from engine_fakes import make_request as fake_request
+from fakes.backend import wait_until
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tessera.engine.engine import Engine
+from tessera.engine.process import messages
 from tessera.engine.process.client import EngineProcess
+from tessera.engine.process.embedding_pool import EmbeddingPool, Places
+from tessera.engine.process.main import EngineServer
 from tessera.engine.sequence import Request
 from tessera.errors import CheckpointError, InvalidRequest, Unavailable
 from tessera.prompt.sampling import SamplingParameters
@@ -108,7 +118,11 @@ def test_refusals_and_cancelling(parts):
     process, ends = parts
     refused(ends.wait(asked(process, ends, "long", max_tokens=10**6)), InvalidRequest, "exceed the context")
     endless = {"allOf": [{"type": "integer", "multipleOf": n} for n in (2, 3, 5, 7, 11, 13, 17, 19, 23)]}
-    tried = asked(process, ends, "endless", json_schema=endless, ignore_eos=False)
+    tried, given_up = (asked(process, ends, name, json_schema=endless, ignore_eos=False) for name in ("tried", "not"))
+    process.cancel(given_up.number)
+    assert ends.wait(asked(process, ends, "plain"))[-1].finish_reason == "length"
+    assert ends.wait(given_up)[-1].finish_reason == "cancelled"
+    assert not ends.of(tried)  # trying holds up nobody
     refused(ends.wait(tried), InvalidRequest, "json_schema is too complex")  # it would listen to nobody for minutes
     running = [asked(process, ends, f"{n}", rows=9, max_tokens=3000) for n in range(4)]
     refused(ends.wait(asked(process, ends, "one too many", rows=9)), Unavailable, "4 requests are in flight")
@@ -120,17 +134,6 @@ def test_refusals_and_cancelling(parts):
     process.cancel(running[0].number)  # too late does no harm
     assert ends.wait(asked(process, ends, "last"))[-1].finish_reason == "length"
     assert process.counts()["kv_blocks_total"] > 0
-
-
-def test_a_grammar_that_takes_long_to_try_holds_up_nobody(parts):
-    process, ends = parts
-    endless = {"allOf": [{"type": "integer", "multipleOf": n} for n in (2, 3, 5, 7, 11, 13, 17, 19, 29)]}
-    tried = asked(process, ends, "endless", json_schema=endless, ignore_eos=False)
-    given_up = asked(process, ends, "given up", json_schema=endless, ignore_eos=False)
-    process.cancel(given_up.number)
-    assert ends.wait(asked(process, ends, "plain"))[-1].finish_reason == "length" and not ends.of(tried)
-    assert ends.wait(given_up)[-1].finish_reason == "cancelled" and not ends.of(tried)
-    refused(ends.wait(tried), InvalidRequest, "json_schema is too complex")
 
 
 def test_a_missing_checkpoint_is_told_by_name(tmp_path):
@@ -151,3 +154,122 @@ def test_a_death_is_noticed_and_nobody_waits_forever():
         refused(ends.wait(request), Unavailable, "gone")
     assert not process._rows
     process.stop()
+
+
+CAPACITY = 1 << 14
+
+
+@given(st.lists(st.one_of(st.integers(0, 5000), st.just(None)), max_size=60), st.randoms(use_true_random=False))
+def test_places_never_overlap_and_are_exact(steps, random):
+    places, taken = Places(CAPACITY), {}
+    for size in steps:
+        if size is not None:
+            start = places.take(size)
+            if start is None:
+                continue
+            assert start + size <= CAPACITY
+            assert all(start >= other + length or start + size <= other for other, length in taken.items())
+            assert start not in taken
+            taken[start] = size
+        elif taken:
+            start = random.choice(sorted(taken))
+            del taken[start]
+            places.give_back(start)
+        assert places.used >= sum(taken.values())
+    for start in taken:
+        places.give_back(start)
+    assert places.used == 0
+    assert places.most_used <= CAPACITY
+    assert places.take(CAPACITY) == 0 and places.most_used == CAPACITY and places.take(1) is None
+    with pytest.raises(AssertionError, match="byte 256"):
+        places.give_back(256)
+
+
+def test_on_the_cpu_rows_are_copied_and_nothing_is_kept():
+    pool = EmbeddingPool(torch.device("cpu"), CAPACITY)
+    rows = torch.ones(2, 3)
+    kept = pool.take(rows)
+    rows.zero_()
+    assert kept.sum() == 6 and pool.place_of(kept) is None
+    pool.give_back(kept)
+    assert (pool.places.used, pool.spilled_bytes) == (0, 0)
+
+
+class Stage:
+    """A server of an engine without a model, on a thread, and the stage's end of its connection."""
+
+    def __init__(self):
+        engine, self.runner = fake_engine()
+        engine.__class__ = Engine  # which tells progress instead of text
+        self.engine, self._ended = engine, {}
+        self._connection, theirs = Pipe()
+        self._wire = messages.Wire(self._connection)
+        self._thread = threading.Thread(target=EngineServer(messages.Wire(theirs), engine, None).serve, daemon=True)
+        self._thread.start()
+
+    def ask(self, **sampling):
+        request = fake_request([1], **(dict(max_tokens=3, ignore_eos=True) | sampling))
+        self._wire.send(messages.Submit(request, None))
+        return request.number
+
+    def end(self, number):
+        """Nothing is told of a request after its end."""
+        while number not in self._ended:
+            assert self._connection.poll(PATIENCE_S)
+            ends = {end.number: end for end in self._wire.receive().ends}
+            assert not self._ended.keys() & ends.keys()
+            self._ended |= ends
+        return self._ended[number]
+
+    def stop(self):
+        self._wire.send(messages.Stop())
+
+    def join(self):
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    monkeypatch.setattr("tessera.engine.process.main._IDLE_SECONDS", 0.01)
+    stage = Stage()
+    yield stage
+    stage.stop()
+    stage.join()
+
+
+def test_a_failing_step_ends_its_requests_and_the_next_ones_work(stage, caplog):
+    works = stage.runner.run
+    stage.runner.run = lambda batch: 1 // 0
+    end = stage.end(stage.ask())
+    assert end.reason == "error" and "a step failed" in end.error and "zero" not in end.error
+    assert "ZeroDivisionError" in caplog.text
+    stage.runner.run = works
+    assert stage.end(stage.ask()).reason == "length"
+
+
+def test_leaked_blocks_are_found_when_idle(stage):
+    assert stage.end(stage.ask()).reason == "length"
+    stage.engine.scheduler.blocks._holders[3] = 1
+    stage.ask()  # so that it looks again
+    wait_until(lambda: not stage.engine.scheduler.blocks._holders[3])
+    assert stage.end(stage.ask()).reason == "length"
+
+
+def test_stopping_ends_what_runs_and_refuses_more(stage):
+    stepping, go_on, works = threading.Event(), threading.Event(), stage.runner.run
+
+    def slow(batch):
+        stepping.set()
+        assert go_on.wait(PATIENCE_S)
+        return works(batch)
+
+    stage.runner.run = slow
+    number = stage.ask(max_tokens=50)
+    assert stepping.wait(PATIENCE_S)
+    stage.stop()
+    go_on.set()
+    assert stage.end(number).reason == "error"
+    stage.join()
+    with pytest.raises(Unavailable, match="stopping"):
+        stage.engine.submit(fake_request([1]))

@@ -68,6 +68,9 @@ INSIDE = r"json_schema\.properties\.list\.items\.anyOf\[1\]"
         ({"regex": "a(?=b)b"}, r"regex: look-around.* is not supported \(character 1\)"),
         ({"regex": r"(a)\1"}, r"regex: backreferences are not supported \(character 3\)"),
         ({"regex": "a\\"}, "regex: it ends in a backslash"),
+        # The flag hides counts.
+        ({"regex": "(?x)((a{1000}) {1000}) {1000}"}, "regex: the flag x is not supported"),
+        ({"regex": "(?ix:(a{1000}) {1000})"}, "regex: the flag x is not supported"),
         ({"regex": "((a{20}|b){100}c){20}"}, "regex: it repeats something more than 20000 times"),
         ({"json_schema": inside({"pattern": "(a{999}){999}"})}, INSIDE + ".pattern: it repeats something"),
         ({"json_schema": inside({"patternProperties": {"a{20001}": {}}})}, INSIDE + ".patternProperties: it repeats"),
@@ -139,6 +142,7 @@ def test_counts_are_those_of_what_is_repeated():
         r"\x{30000}[{30000}]\{30000}\p{L}",
         "a\\\\",
         "(a{20}){0,1000}|(b)",
+        r"(?P<x>a)(?i-x:b)\(?x[(?x]",
     ):
         grammar.check(SamplingParameters.parse({"regex": expression}))
 

@@ -13,7 +13,7 @@ from engine_fakes import EOS, VOCABULARY, ByteTokenizer, ends, make_engine, make
 
 from tessera.engine.process.messages import Submit
 from tessera.engine.structured_output import compiling, constraints, sequences
-from tessera.engine.structured_output.compiling import MOST_GRAMMARS, GrammarLane
+from tessera.engine.structured_output.compiling import MOST_GRAMMARS, GrammarLane, GrammarTrial
 from tessera.engine.structured_output.constraints import Constraints, Matcher
 from tessera.errors import InvalidRequest, Unavailable
 from tessera.prompt.sampling import SamplingParameters
@@ -31,16 +31,15 @@ def bound(count):
     return [make_request([n, 5], f"bound {n}", max_tokens=60, regex=f"(ab|cd){{{6 + n}}}") for n in range(count)]
 
 
-@pytest.mark.parametrize("blocks", [200, 16])
-def test_slow_ones_answer_as_quick_ones_a_few_at_a_time(monkeypatch, blocks):
-    """Also where blocks are few and they are preempted while their masks are made."""
+def test_slow_ones_answer_as_quick_ones_a_few_at_a_time(monkeypatch):
+    """Where blocks are few, and they are preempted while their masks are made."""
     quick, _ = make_engine(num_blocks=200)
     jobs = bound(6)
     for job in jobs:
         quick.submit(job)
     expected = run(quick)
     monkeypatch.setattr(constraints, "_MOST_BEYOND_S", -1.0)
-    engine, _ = make_engine(num_blocks=blocks, max_sequences=8)
+    engine, _ = make_engine(num_blocks=16, max_sequences=8)
     for job in jobs:
         engine.submit(job)
     events = run(engine, 20_000)
@@ -74,8 +73,9 @@ def test_plain_answers_go_on_while_no_mask_comes(slow, monkeypatch):
     assert list(ends(run(engine, 20_000)).values()) == ["stop"] * 3
 
 
-@pytest.mark.parametrize("async_launch", [False, True])
-@pytest.mark.parametrize(("count", "beside"), [(20, False), (21, True), (160, True)])
+@pytest.mark.parametrize(
+    ("count", "beside", "async_launch"), [(20, False, False), (20, False, True), (21, True, False), (21, True, True)]
+)
 def test_the_masks_of_many_are_made_beside_the_steps(monkeypatch, count, beside, async_launch):
     """What each takes is given, so that 20 hold up no step; a crowd has no need of places in the lane."""
     jobs = [make_request([n, 5], f"{n}", max_tokens=60, regex="(ab|cd){4}") for n in range(count)]
@@ -89,7 +89,7 @@ def test_the_masks_of_many_are_made_beside_the_steps(monkeypatch, count, beside,
         advance(matcher, token)
 
     monkeypatch.setattr(Matcher, "advance", seen)
-    engine, _ = make_engine(num_blocks=4000, max_sequences=256, max_batched_tokens=512, async_launch=async_launch)
+    engine, _ = make_engine(num_blocks=4000, max_sequences=24, max_batched_tokens=512, async_launch=async_launch)
     sequences = [engine.submit(job) for job in jobs]  # they count for as long as they are held
     events = []
     while engine.has_work():
@@ -215,3 +215,32 @@ def test_only_so_many_grammars_wait(monkeypatch):
     lane.go_on.release(MOST_GRAMMARS)
     assert {lane.hear()[1] for _ in range(MOST_GRAMMARS + 1)} == {"submitted"}
     assert len(lane.compiled) == MOST_GRAMMARS
+
+
+# Each alone is quick; all together would take minutes.
+LONG = {"allOf": [{"type": "integer", "multipleOf": n} for n in (2, 3, 5, 7, 11, 13, 17, 19, 23)]}
+
+
+def parameters(**given):
+    return SamplingParameters.parse(given)
+
+
+def test_one_that_takes_too_long_is_refused_and_the_next_is_tried():
+    trial = GrammarTrial()
+    assert trial._process is None  # nobody has asked for one yet
+    assert trial.check(parameters(regex="yes|no")) < trial.check(parameters(regex="a{19900}")) < 64 << 20
+    first = trial._process
+    with pytest.raises(InvalidRequest, match=r"regex: unclosed group \(character 1\)"):
+        trial.check(parameters(regex="a(b"))
+    assert trial._process is first
+    with pytest.raises(InvalidRequest, match="json_schema is too complex: it takes more than 1 s"):
+        trial.check(parameters(json_schema=LONG))
+    assert trial._process is first  # only a child of its ended
+    trial.check(parameters(json_schema={"type": "integer", "multipleOf": 23}))
+    trial._process.kill()  # as the kernel does where memory is short
+    trial._process.wait()
+    trial.check(parameters(regex="yes|no", max_tokens=3))  # tried before
+    assert trial._process.poll() is not None
+    trial.check(parameters(json_object=True))
+    trial._connection.close()
+    assert trial._process.wait() == 0  # it ends with the stage

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from engine_fakes import make_request, tiny_config
 
-from tessera.attention.backend import AttentionStep
 from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.scheduling.scheduler import ScheduledBatch, ScheduledSpan
 from tessera.engine.sequence import Sequence
@@ -21,10 +20,9 @@ from tessera.linear.formats.fp8 import Fp8, Fp8OnLoad
 from tessera.linear.formats.gptq import Awq
 from tessera.linear.formats.int4 import Int4
 from tessera.linear.scheme import Linear, LinearShape
-from tessera.linear.tuning import InPlace, taking_turns
+from tessera.linear.tuning import InPlace
 from tessera.linear.unquantized import FEW_ROWS, Unquantized
 from tessera.models.registry import model_class
-from tessera.models.text.decoder import DecoderLayer
 from tessera.settings.stages import EngineConfig
 
 CPU, HIDDEN, INNER = torch.device("cpu"), 128, 256
@@ -93,42 +91,11 @@ def test_weights_are_measured_between_the_neighbours_of_a_decoder_layer(kernels,
         assert kernels.take() == run
 
 
-class NoAttention:
-    """Gives of qkv as many columns as output wants."""
-
-    def attend(self, index, qkv, step):
-        if isinstance(qkv, Fp8Sums):
-            qkv = qkv.product()
-        return qkv[:, :HIDDEN].contiguous()
-
-
 def int4_with_copy(monkeypatch):
     monkeypatch.setattr(Int4, "_packs", lambda scheme, layer: True)
     monkeypatch.setattr(int4, "has_units", lambda layer: True)
     monkeypatch.setattr(int4, "_half_is_free", lambda device: True)
     return Awq(128)
-
-
-@pytest.mark.parametrize("make", [lambda monkeypatch: Fp8OnLoad(), int4_with_copy])
-@pytest.mark.parametrize(
-    ("way", "kernels_run"),
-    [
-        ("rows", ["norm fp8", "norm fp8", "activation fp8"]),
-        ("rescaled", ["norm fp8", "norm fp8 scales", "activation fp8 scales"]),
-    ],
-)
-def test_a_decoder_layer_runs_what_is_measured(kernels, monkeypatch, make, way, kernels_run):
-    scheme = make(monkeypatch)
-    scheme.ways = ((8, way),)
-    config = tiny_config(hidden_size=HIDDEN, intermediate_size=INNER, head_dim=32)
-    layer = DecoderLayer(config, 0, lambda modules: scheme, torch.float32, CPU)
-    for module in layer.modules():
-        if isinstance(module, Linear):
-            module.randomize(torch.Generator().manual_seed(1))
-    step = AttentionStep(*[torch.zeros(0)] * 3, None, None)
-    x, _ = layer(torch.randn(3, HIDDEN), torch.randn(3, HIDDEN), NoAttention(), step)
-    assert kernels.take() == kernels_run
-    assert isinstance(x, Fp8Sums) == (way == "rescaled")  # down's scales are left to the next layer's norm
 
 
 def model_of(architecture, make_scheme):
@@ -193,12 +160,3 @@ def test_layers_that_choose_otherwise_than_their_neighbours_answer_alike(monkeyp
     for turn in range(6):
         found = logits(lambda ways, index, turn=turn: ways[(turn + index) % len(ways)])
         assert F.cosine_similarity(found, expected) > 0.99
-
-
-def test_as_many_layers_take_turns_as_no_cache_holds():
-    layers = [Linear(HIDDEN, {"w": slice(0, HIDDEN)}, False, lambda names: Unquantized(), torch.float32, CPU)] * 40
-    bits = {(outputs, inputs): 4 * outputs * inputs for outputs, inputs in ((3584, 3584), (37888, 3584))}
-    for (outputs, inputs), each in bits.items():
-        some = taking_turns(layers, LinearShape(outputs, inputs, False, "alone", torch.bfloat16))
-        assert 150 << 20 < len(some) * each // 8 <= 256 << 20  # an H200's cache has 60 MB
-    assert len(taking_turns(layers[:1], LinearShape(1 << 15, 1 << 15, False, "alone", torch.bfloat16))) == 1

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.engine.structured_output.labels import IMPOSSIBLE, Branch, LabelScorer, label_token_ids
+from tessera.engine.structured_output.labels import IMPOSSIBLE, LabelScorer, label_token_ids
 from tessera.errors import InvalidRequest
-from tessera.prompt.tokenizer import Tokenizer
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"
 ORDINARY, ENDS = 3, (3, 4)  # tokens 0, 1, 2 are words, 3 and 4 end an answer, 5 is one that no label has
@@ -93,17 +92,6 @@ def test_what_the_model_rules_out_stays_a_number(odd):
     assert [score["probability"] for score in without_stop.answer().scores] == [0, pytest.approx(math.exp(-0.5))]
 
 
-def test_results_before_the_end_and_answers_that_do_not_fit():
-    scorer = LabelScorer(["a", "b"], [[0], [1]], ENDS)
-    with pytest.raises(RuntimeError, match="1 branches"):
-        scorer.answer()
-    with pytest.raises(ValueError):
-        scorer.observe([-1.0])
-    scorer.observe([-1.0, -2.0])
-    with pytest.raises(IndexError):
-        scorer.observe([-1.0, -2.0])
-
-
 @pytest.mark.parametrize(
     ("token_ids", "message"),
     [
@@ -129,17 +117,3 @@ def test_labels_are_tokenized_as_an_answer_begins():
         return [sum(map(ord, text))]
 
     assert label_token_ids("yes", merging) == merging("yes")
-
-
-def test_labels_of_the_default_checkpoint():
-    tokenizer = Tokenizer.from_folder(CHECKPOINT)
-    labels = ["yes", "no", "no wire", "<|im_end|>", "a\nb"]
-    ids = [label_token_ids(label, lambda text: tokenizer.encode(text, special=False)) for label in labels]
-    assert [tokenizer.decode(row) for row in ids] == labels  # a special token's name is text like any other
-    scorer = LabelScorer.encoded(labels, lambda text: tokenizer.encode(text, special=False), [2])
-    asked = []
-    while not scorer.done:
-        asked.append(scorer.branch)
-        scorer.observe([-9.0] * len(scorer.branch.children))
-    no, wire = ids[2]
-    assert asked == [Branch((), tuple(sorted({row[0] for row in ids}))), Branch((no,), (2, wire))]

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 from engine_fakes import ByteTokenizer
-from fakes.backend import InferenceRequest, Tensor, strings, wait_until
+from fakes.backend import InferenceRequest, Tensor, strings
 
 from tessera.engine.process.messages import Progress
 from tessera.engine.rendering import Answers
@@ -55,16 +55,6 @@ def test_the_warm_up_has_a_tensor_for_an_answer_before_execute_returns(stage):
     stage.execute([request])
     (response,) = request.sender.responses
     assert request.sender.final and [tensor.name() for tensor in response.output_tensors()] == ["timings"]
-
-
-def test_a_refusal_ends_the_request_when_it_comes(stage):
-    request = question()
-    stage.execute([request])
-    assert not request.sender.final
-    stage._engine.taken[0]("the prompt is too long")
-    wait_until(lambda: request.sender.final)
-    (response,) = request.sender.responses
-    assert "the prompt is too long" in response.error().message()
 
 
 def test_a_request_whose_client_has_left_is_cancelled_and_no_other(stage):

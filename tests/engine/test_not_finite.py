@@ -6,17 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_fakes import (
-    contents_of,
-    ends,
-    expected_answer,
-    make_engine,
-    make_request,
-    run,
-    tiny_engine,
-    tiny_model,
-    tokens_of,
-)
+from engine_fakes import ends, make_engine, make_request, run, tiny_engine, tiny_model, tokens_of
 
 from tessera.engine.execution.sampler import SamplingRow, greedy, sample
 from tessera.engine.sequence import NOT_FINITE, SamplingParameters
@@ -56,10 +46,7 @@ def test_a_row_with_one_odd_logit_has_no_token(dtype, odd, asked):
     found = [token for token, _ in sample(logits.clone(), rows, Moment(logits.device)).tokens()]
     assert found[1] == NOT_FINITE and found[0] >= 0 and found[2] >= 0
     assert greedy(logits).tolist() == [7, NOT_FINITE, 7]
-
-
-def test_the_largest_finite_logits_are_no_fault():
-    assert greedy(torch.tensor([[1e30, -1e30, 0]])).tolist() == [0]
+    assert greedy(torch.tensor([[1e30, -1e30, 0]])).tolist() == [0]  # which is no fault
 
 
 @pytest.mark.parametrize("async_launch", [False, True])
@@ -83,19 +70,9 @@ def test_only_the_request_itself_ends(async_launch, asked):
     assert "NaN or infinite" in last.error and "prefill" in last.error and "position 21" in last.error
     assert [tokens_of(events, other.request_id) for other in others] == alone
     assert sick.metrics.not_finite_logits == 1
-    assert ends(_served(sick, replace(others[0], request_id="later"))) == {"later": "length"}
-
-
-def test_what_it_wrote_is_never_shared():
-    engine = tiny_engine(MODEL, kv_cache_bytes=32 * 1024)  # few blocks, so that later prompts live in its
-    healthy = tokens_of(_served(tiny_engine(MODEL), picture_request("fine", 0.5)), "fine")
-    assert ends(_served(engine, picture_request("sick", float("nan")))) == {"sick": "error"}
-    events = _served(engine, picture_request("fine", 0.5))  # the same text and the same digest
-    assert events[-1].cached_tokens == 0 and tokens_of(events, "fine") == healthy
-    for number in range(20):
-        assert ends(_served(engine, make_request([number] * 7, f"{number}", max_tokens=5, ignore_eos=True))) == {
-            f"{number}": "length"
-        }
+    fine = _served(sick, picture_request("fine", 0.5))  # the same text and digest, but nothing of it is shared
+    assert fine[-1].cached_tokens == 0
+    assert tokens_of(fine, "fine") == tokens_of(_served(engine(), picture_request("fine", 0.5)), "fine")
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -121,14 +98,9 @@ def test_what_a_prompt_wrote_that_never_samples_hurts_nobody(steps, preempted):
 def test_a_fault_while_decoding_names_its_position_and_keeps_the_text_so_far():
     engine, runner = make_engine()
     runner.script["r"] = [*b"ab", NOT_FINITE]
-    engine.submit(make_request([1, 2, 3], max_tokens=9))
-    engine.submit(other := make_request([9, 8], "other", max_tokens=9, ignore_eos=True))
-    events = run(engine)
-    assert ends(events) == {"r": "error", "other": "length"}
-    assert tokens_of(events) == [*b"ab"]
-    error = next(event.error for event in events if event.error)
-    assert "decode" in error and "position 4" in error
-    assert tokens_of(events, "other") == expected_answer(contents_of(other), 9, ())
+    events = _served(engine, make_request([1, 2, 3], max_tokens=9))
+    assert tokens_of(events) == [*b"ab"] and ends(events) == {"r": "error"}
+    assert "decode" in events[-1].error and "position 4" in events[-1].error
 
 
 def _served(engine, *requests):

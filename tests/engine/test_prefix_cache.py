@@ -71,16 +71,6 @@ def test_failed_step_makes_everything_written_unfindable():
     assert serve(engine, picture_prompt(7, "b")) == [0]
 
 
-def test_shared_within_one_step():
-    engine, runner = make_engine()
-    for name in ("a", "b"):
-        engine.submit(picture_prompt(7, name))
-    events = run(engine)
-    assert [(start, end) for _, start, end, _ in runner.batches[0]] == [(0, 23), (20, 23)]
-    for name in ("a", "b"):
-        assert tokens_of(events, name) == expected_answer(contents_of(picture_prompt(7, name)), 4, ())
-
-
 def test_cancel_in_the_middle_of_a_prompt_leaves_nothing_to_reuse():
     """Nobody has seen its logits, so what it wrote may be NaN; what it shares with others stays."""
     engine, _ = make_engine(max_batched_tokens=10)

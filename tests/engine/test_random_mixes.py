@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
-from engine_fakes import EOS, ends, text_of, tiny_engine, tiny_model, tokens_of
+import torch
+from engine_fakes import EOS, ends, make_request, run, text_of, tiny_engine, tiny_model, tokens_of
 from penalties_reference import plain_answer
-from test_equivalence import requests
 
 MODEL = tiny_model()
+ROWS = torch.randn(3, 12, 32, generator=torch.Generator().manual_seed(4))
 STOP = (EOS, *range(0, 250, 7))  # enough that a model of random weights meets one now and then
 REGEX = "([a-f]{2,5}-){3}[0-9]{4}"
 BLOCK = 2 * 2 * 4 * 2 * 8 * 4  # bytes
+
+
+def requests(count=9, **sampling):
+    """Prompts of many lengths that begin alike, every third with one of two pictures."""
+    made = []
+    for number in range(count):
+        ids = [7, 8, 9] * 6 + [number + 20, 30 - number] * (1 + 3 * (number % 4))
+        pictures = [(4, 12, number % 2)] * (number % 3 == 0)
+        request = make_request(ids, f"{number}", pictures, **(dict(max_tokens=12, ignore_eos=True) | sampling))
+        made.append(replace(request, embeddings=ROWS[number % 2]) if pictures else request)
+    return made
 
 
 def chosen(dice):
@@ -73,3 +86,22 @@ def test_every_request_is_answered_as_alone(seed):
             continue
         expected = plain_answer(plain, request, () if request.sampling.ignore_eos else STOP)
         assert said == (expected[: len(said)] if reason == "cancelled" else expected), request.sampling
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored", "blocks"),
+    [("float32", "fp8", 28 * 32 // 12), ("bfloat16", "auto", 56), ("float16", "auto", 56)],  # by the bytes of a head
+)
+def test_coarser_numbers_change_little(dtype, stored, blocks):
+    model, found = tiny_model(), []
+    for module in model.modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(key, buffer.to(getattr(torch, dtype)))
+    for candidate, dtype_of_cache in ((MODEL, "auto"), (model, stored)):
+        engine = tiny_engine(candidate, kv_cache_bytes=28 * BLOCK, kv_cache_dtype=dtype_of_cache)
+        engine.submit(requests(1, max_tokens=1, logprobs=0)[0])
+        found.append(run(engine)[0].logprobs[0]["logprob"])
+    assert found[0] != found[1] and found[0] == pytest.approx(found[1], abs=0.3)
+    assert engine.scheduler.blocks.num_blocks == blocks
+    # What status and recall say was served.
+    assert engine.weights.endswith(", key/value cache in fp8") == (stored == "fp8")

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 from engine_fakes import EOS, ByteTokenizer, make_engine, make_request, run, text_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tessera.engine.process.messages import End, Progress
-from tessera.engine.rendering import HOLD_S, MOST_TOKENS, Answers
-from tessera.engine.sequence import Report
+from tessera.engine.rendering import HOLD_S, MOST_TOKENS, Answers, Detokenizer
+from tessera.engine.sequence import Report, SamplingParameters
 from tessera.errors import InvalidRequest
 
 
@@ -77,16 +79,8 @@ def test_held_tokens_go_when_their_time_is_up_the_oldest_first(parts):
     assert parts.answers.wait_s() == pytest.approx(HOLD_S / 2)
     parts.now = HOLD_S
     assert ids(parts.take()) == [[2, 3]]
-    parts.now = 2 * HOLD_S
-    assert ids(parts.take()) == [[2]]
-
-
-def test_the_end_goes_at_once_with_all_that_was_held(parts):
-    ended, cancelled = parts.asked(), parts.asked()
-    parts.take(ended.token(), cancelled.token())
-    parts.take(ended.token(), cancelled.token())
-    due = parts.take(ended.token("length"), cancelled.end("cancelled"))
-    assert ids(due) == [[2, 3], [2]]
+    due = parts.take(slow.token("length"), fast.end("cancelled"))  # which goes at once, with all that was held
+    assert ids(due) == [[4], [2]]
     assert [event.finish_reason for event in due] == ["length", "cancelled"]
     assert parts.answers.wait_s() is None
 
@@ -144,3 +138,41 @@ def test_the_token_that_ends_an_answer_has_no_logprob_unless_its_text_is_kept(ke
     entries = [entry["text"] for event in events for entry in event.logprobs or []]
     assert entries == ["h", "i", *["<eos>"] * kept] and text_of(events) == "".join(entries)
     assert events[-1].usage.completion_tokens == 3
+
+
+def deltas(tokens, together=1, **parameters):
+    """Each push's text, then the flush's; ends at a stop string as the engine does."""
+    detokenizer = Detokenizer(ByteTokenizer(), SamplingParameters.parse(parameters))
+    texts, tokens = [], list(tokens)
+    for first in range(0, len(tokens), together):
+        text, taken = detokenizer.push(tokens[first : first + together])
+        texts.append(text)
+        assert detokenizer.stopped or taken == len(tokens[first : first + together])
+        if detokenizer.stopped:
+            break
+    return [*texts, detokenizer.flush()], detokenizer.stopped
+
+
+@settings(max_examples=100)
+@given(st.binary(max_size=60))
+def test_any_bytes_come_out_once(data):
+    assert "".join(deltas(data)[0]) == data.decode("utf-8", errors="replace")
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.sampled_from("ab€"), max_size=24),
+    st.lists(st.sampled_from(["ab", "ab€", "€ab", "aa", "b€ab"]), max_size=3, unique=True),
+    st.integers(0, 12),
+    st.integers(1, 7),
+)
+def test_deltas_are_the_answer_up_to_the_first_stop_of_which_any_follows_min_tokens(letters, stops, least, together):
+    """vLLM's rule: what is complete within min_tokens does not stop, what ends after them does, wherever it began."""
+    answer = "".join(letters).encode()
+    texts, stopped = deltas(answer, together, stop=stops, min_tokens=least)
+    for end in range(least + 1, len(answer) + 1):
+        begun = [end - len(stop.encode()) for stop in stops if answer[:end].endswith(stop.encode())]
+        if begun:
+            assert stopped and "".join(texts).encode() == answer[: min(begun)]
+            return
+    assert not stopped and "".join(texts).encode() == answer

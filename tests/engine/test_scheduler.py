@@ -1,4 +1,4 @@
-"""Order, budget, preemption and starvation."""
+"""Order, budget, preemption and starvation; what steps cost."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from engine_fakes import (
     make_engine,
     make_request,
     run,
+    tiny_engine,
+    tiny_model,
     tokens_of,
 )
 
-from tessera.engine.scheduling import policies
+from tessera.engine.scheduling.policies import CostModel
 
 
 def spans_of(runner, step):
@@ -37,28 +39,13 @@ def test_head_of_the_queue_is_not_overtaken():
     engine.submit(make_request([2] * 36, "large", max_tokens=1))
     engine.submit(make_request([3], "small", max_tokens=1))
     run(engine)
-    first_run = {}
-    for step, batch in enumerate(runner.batches):
-        for sequence, *_ in batch:
-            first_run.setdefault(sequence.request.request_id, step)
-    assert first_run["large"] <= first_run["small"]
-
-
-def test_a_preempted_sequence_comes_before_those_that_wait():
-    engine, runner = make_engine(num_blocks=9, prefix_cache="off")
-    for name in ("first", "second"):
-        engine.submit(make_request([1] * 12, name, max_tokens=12, ignore_eos=True))
-    engine.step()
-    engine.submit(make_request([2] * 12, "late", max_tokens=1))
-    run(engine)
-    assert engine.metrics.preemptions == 1
-    starts = [sequence.request.request_id for batch in runner.batches for sequence, start, *_ in batch if not start]
-    assert starts == ["first", "second", "second", "late"]
-
-
-def begun(runner):
-    """Names in the order in which their prompts were begun."""
-    return [sequence.request.request_id for batch in runner.batches for sequence, start, *_ in batch if not start]
+    begun = {
+        sequence.request.request_id: step
+        for step, batch in enumerate(runner.batches)
+        for sequence, start, *_ in batch
+        if not start
+    }
+    assert begun["large"] <= begun["small"]
 
 
 def test_those_that_wait_go_by_priority_then_by_arrival():
@@ -69,7 +56,8 @@ def test_those_that_wait_go_by_priority_then_by_arrival():
         engine.submit(make_request([1], name, max_tokens=1, priority=priority))
         engine.step()
     run(engine)
-    assert begun(runner) == ["running", "c", "e", "a", "d", "b", "f"]
+    begun = [sequence.request.request_id for batch in runner.batches for sequence, start, *_ in batch if not start]
+    assert begun == ["running", "c", "e", "a", "d", "b", "f"]
 
 
 @pytest.mark.parametrize("short_of", [{"max_sequences": 4}, {"num_blocks": 30}])
@@ -104,16 +92,24 @@ def test_a_question_passes_a_long_prompt_that_is_half_read():
     assert ends(events) == dict.fromkeys(["question", "page", "next page"], "length")
 
 
-@pytest.mark.parametrize(("too_much", "behind_prompts"), [(0, 1), (1, 0)])
-def test_no_step_is_launched_behind_one_that_takes_long(too_much, behind_prompts):
-    engine, runner = make_engine(
-        num_blocks=600, max_model_len=2100, max_batched_tokens=512, max_sequences=4, async_launch=True
-    )
-    runner.device_ns = lambda number, tokens: (policies.LONG_NS // 512 + too_much) * tokens
-    under_way, launch = [], runner.launch
-    runner.launch = lambda batch: (under_way.append(len(engine._under_way)), launch(batch))[1]
-    engine.submit(make_request([7] * 2048, max_tokens=4, ignore_eos=True))
-    run(engine)
-    assert [sum(end - start for _, start, end, _ in batch) for batch in runner.batches] == [512] * 4 + [1] * 3
-    # How long the first step takes is not known yet when the second is planned; and a decode step is short.
-    assert under_way == [0, 1] + [behind_prompts] * 3 + [1, 1]
+def test_what_a_step_costs_by_what_steps_took():
+    costs = CostModel([(1, 400), (64, 500), (256, 900)])
+    assert [costs.step_ns(tokens) for tokens in (0.5, 1, 64, 160, 256, 512)] == [200, 400, 500, 700, 900, 1800]
+    held_up = CostModel([(1, 400), (64, 10**9), (256, 900)])
+    assert (held_up.step_ns(64), held_up.step_ns(256)) == (900, 900)  # which makes none of more tokens slower
+    costs = CostModel([(100, 1000)])
+    for ns, expected in [(3000, 1000)] * 7 + [(2000, 2000), (5000, 2000), (1500, 1500)]:
+        costs.record(100, ns)
+        assert costs.step_ns(100) == expected  # the fastest of the recent ones of about as many tokens
+    costs.record(120, 1200)  # 10 a token
+    assert costs.step_ns(100) == pytest.approx(1000)
+
+
+@pytest.mark.parametrize(("cache_bytes", "measured"), [(0, [1, 64, 256, 512]), (40_000, [1, 64])])
+def test_a_runner_measures_steps_as_far_as_its_cache_holds_them(cache_bytes, measured):
+    engine = tiny_engine(tiny_model(), max_model_len=70, kv_cache_bytes=cache_bytes or None)
+    engine._runner.time_steps(70, engine._config)
+    assert [tokens for tokens, _ in engine._runner.step_times] == measured
+    assert all(ns > 0 for _, ns in engine._runner.step_times)
+    engine.submit(make_request([1, 2, 3], max_tokens=5, ignore_eos=True))
+    assert len(tokens_of(run(engine))) == 5

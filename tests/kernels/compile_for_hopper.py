@@ -1,11 +1,10 @@
-"""Compiles a kernel (w4a16 or gate_up_silu) for a Hopper GPU, on any machine.
+"""Compiles the kernels w4a16 and gate_up_silu for a Hopper GPU, on any machine.
 
 A script, as an interpreted process cannot compile.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import triton
@@ -66,9 +65,7 @@ def w4a16(rows: int, plan: W4Plan, gated: bool) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "gate_up_silu":
-        gate_up_silu(GateUpPlan())
-    else:
-        for gated in (False, True):
-            w4a16(8, W4Plan(64, 2), gated)
-            w4a16(64, W4Plan(128, 2, warps=8), gated)
+    gate_up_silu(GateUpPlan())
+    for gated in (False, True):
+        w4a16(8, W4Plan(64, 2), gated)
+        w4a16(64, W4Plan(128, 2, warps=8), gated)

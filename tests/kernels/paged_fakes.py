@@ -18,7 +18,7 @@ class PagedBatch:
     ``q`` [n, heads, head_dim] is a part of wider rows. ``blocks`` [most, s] and the others are on the device.
     """
 
-    def __init__(self, shape, counts, contexts, dtype, device, generator, index=torch.int32, fp8=False):
+    def __init__(self, shape, counts, contexts, dtype, device, generator, fp8=False):
         self.shape, self.scale = shape, shape.head_dim**-0.5
         self.counts, self.contexts = np.array(counts), np.array(contexts)
         used = -(-self.contexts // BLOCK)
@@ -45,7 +45,7 @@ class PagedBatch:
         fused = torch.randn((n, wide, shape.head_dim), generator=generator, device=device, dtype=dtype)
         self.q = fused[:, : shape.heads]
         arrays = (table.T.copy(), self.contexts, self.counts, self.row)
-        self.blocks, self.context, self.count, self.rows = (torch.from_numpy(x).to(device, index) for x in arrays)
+        self.blocks, self.context, self.count, self.rows = (torch.from_numpy(x).to(device) for x in arrays)
 
     @property
     def cache(self):

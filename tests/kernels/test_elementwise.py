@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from tessera.kernels import reference
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
+from tessera.kernels import fp8
 from tessera.kernels.activation import silu_and_multiply
-from tessera.kernels.fp8_rows import E4M3, Fp8Rows, Fp8Sums, quantize_rows
+from tessera.kernels.fp8_rows import E4M3, Fp8Rows, Fp8Sums, empty_rows, quantize_rows
 from tessera.kernels.norm import add_rms_norm, norm_heads
 from tessera.kernels.operands import PagedCache, Partials
 from tessera.kernels.rotary import rotate_and_store
@@ -39,54 +41,6 @@ def same_but_for_ties(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert (actual == expected).float().mean() > 0.98
 
 
-@pytest.mark.parametrize(("n", "size"), [(1, 16), (3, 3584), (5, 100), (2, 8192)])
-@pytest.mark.parametrize("has_residual", [True, False])
-def test_add_rms_norm(dtype, device, generator, n, size, has_residual):
-    x, residual = torch.randn((2, n, size), dtype=dtype, device=device, generator=generator) * 3
-    weight = torch.randn(size, dtype=dtype, device=device, generator=generator)
-    given = residual.clone() if has_residual else None
-    expected, expected_sum = reference.add_rms_norm(x.clone(), given.clone() if has_residual else None, weight, EPS)
-    actual, total = add_rms_norm(x, given, weight, EPS)
-    assert total is (given if has_residual else x)
-    assert torch.equal(total, expected_sum)
-    close(actual, expected)
-
-
-def test_add_rms_norm_rounds_the_sum_first(half, device):
-    # 2048 + 1 is not a number of either dtype: statistics of the unrounded sum would differ in every digit.
-    residual = torch.full((1, 16), 2048.0, dtype=half, device=device)
-    x = torch.ones_like(residual)
-    normalised, total = add_rms_norm(x, residual, torch.ones(16, dtype=half, device=device), 2048.0**2)
-    assert torch.equal(total, torch.full_like(total, 2048))
-    close(normalised, torch.full_like(normalised, 0.5**0.5))
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "n"), [(4, 2, 128, 3), (7, 1, 64, 2), (1, 1, 16, 1), (3, 3, 96, 2), (2, 1, 16, 0)]
-)
-def test_norm_heads(dtype, device, generator, heads, kv_heads, size, n):
-    qkv = torch.randn((n, (heads + 2 * kv_heads) * size), dtype=dtype, device=device, generator=generator) * 3
-    weights = torch.randn((2, size), dtype=dtype, device=device, generator=generator)
-    expected, before = qkv.clone(), qkv.clone()
-    reference.norm_heads(expected, *weights, kv_heads, EPS)
-    norm_heads(qkv, *weights, kv_heads, EPS)
-    close(qkv, expected)
-    values = kv_heads * size
-    assert torch.equal(qkv[:, -values:], before[:, -values:]), "the values stay as they are"
-
-
-@pytest.mark.parametrize(("n", "size"), [(1, 1), (3, 2048), (2, 2049), (4, 100), (0, 8)])
-def test_silu_and_multiply(dtype, device, generator, n, size):
-    gate_up = torch.randn((n, 2 * size), dtype=dtype, device=device, generator=generator) * 4
-    close(silu_and_multiply(gate_up), reference.silu_and_multiply(gate_up))
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's numpy; it is meant to
-def test_silu_of_large_values_stays_finite(dtype, device):
-    gate_up = torch.tensor([[-1024.0, 1024.0, 3.0, 2.0]], dtype=dtype, device=device)
-    assert silu_and_multiply(gate_up).tolist() == [[0, 2048]]
-
-
 @pytest.fixture
 def fp8_equal(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype
@@ -102,128 +56,142 @@ def fp8_equal(
     def equal(actual: Fp8Rows, expected: Fp8Rows) -> None:
         if device.type == "cuda" and dtype == torch.float32 and len(actual.values):
             rtol = actual.values.shape[1] * FLOAT32
-            torch.testing.assert_close(actual.scales, expected.scales, rtol=rtol, atol=0)
-            same_but_for_ties(actual.values.float(), expected.values.float())
+            torch.testing.assert_close(actual.scales.cpu(), expected.scales.cpu(), rtol=rtol, atol=0)
+            same_but_for_ties(actual.values.float().cpu(), expected.values.float().cpu())
             return
-        assert torch.equal(actual.scales, expected.scales)
-        assert torch.equal(actual.values.to(E4M3).view(torch.uint8), expected.values.to(E4M3).view(torch.uint8))
+        assert torch.equal(actual.scales.cpu(), expected.scales.cpu())
+        assert torch.equal(*(rows.values.to(E4M3).view(torch.uint8).cpu() for rows in (actual, expected)))
 
     return equal
 
 
-@pytest.mark.parametrize(("n", "size"), [(1, 16), (3, 3584), (5, 100), (0, 16)])
-@pytest.mark.parametrize("has_residual", [True, False])
-def test_add_rms_norm_quantizes_what_it_would_have_returned(fp8_equal, dtype, device, generator, n, size, has_residual):
-    x, residual = torch.randn((2, n, size), dtype=dtype, device=device, generator=generator) * 3
-    weight = torch.randn(size, dtype=dtype, device=device, generator=generator)
-    given, again = (residual, residual.clone()) if has_residual else (None, None)
-    plain, expected_sum = add_rms_norm(x, given, weight, EPS)
-    rows, total = add_rms_norm(x, again, weight, EPS, fp8=True)
-    assert torch.equal(total, expected_sum)
-    fp8_equal(rows, quantize_rows(plain))
-
-
-@pytest.mark.parametrize(("n", "size"), [(1, 16), (3, 2049), (2, 18944), (0, 16)])
-def test_silu_and_multiply_quantizes_what_it_would_have_returned(fp8_equal, dtype, device, generator, n, size):
-    gate_up = torch.randn((n, 2 * size), dtype=dtype, device=device, generator=generator) * 4
-    gate_up[:1] = 0
-    fp8_equal(silu_and_multiply(gate_up, fp8=True), quantize_rows(silu_and_multiply(gate_up)))
-
-
-@pytest.mark.parametrize(("n", "size"), [(1, 16), (3, 2049), (6, 100), (0, 16)])
-def test_silu_and_multiply_takes_sums_without_their_scales(fp8_equal, dtype, device, generator, n, size):
-    sums = torch.randn((n, 2 * size), dtype=dtype, device=device, generator=generator) * 100
-    x_scales = torch.rand((n, 1), device=device, generator=generator) / 10
-    scales = torch.rand(2 * size, device=device, generator=generator)
-    rescaled = (sums.float() * (x_scales * scales)).to(dtype)
-    fp8_equal(silu_and_multiply(sums, True, (x_scales, scales)), silu_and_multiply(rescaled, True))
-    twin = reference.silu_and_multiply(sums.clone(), True, (x_scales, scales))
-    fp8_equal(twin, reference.silu_and_multiply(rescaled, True))
-    assert torch.equal(silu_and_multiply(sums, False, (x_scales, scales)), silu_and_multiply(rescaled))
-
-
-def unfinished(kind, dtype, device, generator, m, n):
-    """An unfinished product twice, for who overwrites it, and the product."""
-    bias = torch.randn(n, dtype=dtype, device=device, generator=generator) if "bias" in kind else None
+def products(kind, dtype, device, generator, m, n):
+    """A product three times, for who overwrites it, and itself; of all kinds but the plain ones it is unfinished."""
+    normal = partial(torch.randn, device=device, generator=generator)
+    if kind in PLAIN:
+        product = (3 * normal((m, n))).to(dtype)
+        return [product.clone() for _ in range(3)], product
+    bias = normal(n).to(dtype) if "bias" in kind else None
     if "parts" in kind:
-        parts = torch.randn((3, m, n), device=device, generator=generator)
-        total = parts[0] + parts[1] + parts[2]
-        product = (total if bias is None else total + bias.float()).to(dtype)
-        return [Partials(parts, bias, dtype)] * 2, product
-    sums = (torch.randn((m, n), device=device, generator=generator) * 100).to(dtype)
-    x_scales = torch.rand((m, 1), device=device, generator=generator) / 10
-    scales = torch.rand(n, device=device, generator=generator)
-    total = sums.float() * (x_scales * scales)
-    product = (total if bias is None else total + bias.float()).to(dtype)
-    return [Fp8Sums(sums.clone(), x_scales, scales, bias) for _ in range(2)], product
+        parts = normal((3, m, n))
+        total, made = parts[0] + parts[1] + parts[2], [Partials(parts, bias, dtype)] * 3
+    else:
+        sums = (100 * normal((m, n))).to(dtype)
+        x_scales, scales = torch.linspace(0.001, 0.1, m, device=device)[:, None], normal(n).abs()
+        total = sums.float() * (x_scales * scales)
+        made = [Fp8Sums(sums.clone(), x_scales, scales, bias) for _ in range(3)]
+    return made, (total if bias is None else total + bias.float()).to(dtype)
 
 
-UNFINISHED = pytest.mark.parametrize("kind", ["sums", "sums and bias", "parts", "parts and bias"])
+PLAIN = ("plain", "no residual")
+UNFINISHED = ("sums", "sums and bias", "parts", "parts and bias")
 
 
-@UNFINISHED
-def test_an_unfinished_product_finishes_itself(dtype, device, generator, kind):
-    (given, _), product = unfinished(kind, dtype, device, generator, 3, 100)
-    assert given.rows == 3
+@pytest.mark.parametrize("kind", UNFINISHED)
+@pytest.mark.parametrize(("m", "n"), [(1, 16), (3, 1030)])
+def test_an_unfinished_product_is_finished(dtype, device, generator, kind, m, n):
+    (given, again, _), product = products(kind, dtype, device, generator, m, n)
+    assert given.rows == m
     close(given.product(), product)
+    close((fp8.add_partials if "parts" in kind else fp8.rescale)(*again), product)
 
 
-@UNFINISHED
-@pytest.mark.parametrize("fp8", [True, False])
-def test_add_rms_norm_finishes_a_product(fp8_equal, dtype, device, generator, fp8, kind):
-    given, product = unfinished(kind, dtype, device, generator, 3, 100)
-    residual = torch.randn((3, 100), dtype=dtype, device=device, generator=generator)
-    weight = torch.rand(100, dtype=dtype, device=device, generator=generator)
-    for kernel, each in zip((add_rms_norm, reference.add_rms_norm), given):
-        expected, expected_total = kernel(product, residual.clone(), weight, EPS, fp8)
-        actual, total = kernel(each, residual.clone(), weight, EPS, fp8)
-        fp8_equal(actual, expected) if fp8 else close(actual, expected)
-        close(total, expected_total)
-    with pytest.raises(ValueError, match="without a residual"):
-        add_rms_norm(given[0], None, weight, EPS, fp8)
-
-
-def rows(dtype, device, generator, n, heads, kv_heads, size):
-    """qkv and the angles of n tokens."""
-    qkv = torch.randn((n, (heads + 2 * kv_heads) * size), dtype=dtype, device=device, generator=generator)
-    angles = torch.rand((n, size // 2), device=device, generator=generator) * 6
-    return qkv, angles.cos(), angles.sin()
+@pytest.mark.parametrize(("n", "size"), [(1, 16), (3, 3584), (2, 18944), (5, 100), (0, 8)])
+@pytest.mark.parametrize("static", [False, True])
+def test_quantize_rows(fp8_equal, dtype, device, generator, n, size, static):
+    x = torch.randn((n, size), device=device, generator=generator) * torch.linspace(0.01, 30, n, device=device)[:, None]
+    x = x.to(dtype)
+    x[1:2] = 0
+    scale, rows = torch.tensor(0.007, device=device) if static else None, empty_rows(x.shape, device)
+    fp8.quantize_rows(x, scale, *rows)
+    fp8_equal(rows, quantize_rows(x.cpu(), None if scale is None else scale.cpu()))
 
 
 @pytest.mark.parametrize(
-    ("n", "heads", "kv_heads", "size"), [(1, 28, 4, 128), (5, 3, 1, 16), (4, 2, 2, 80), (3, 7, 3, 64)]
+    ("kind", "n", "size"),
+    [*((kind, *shape) for kind in PLAIN for shape in ((1, 16), (3, 3584), (2, 8192), (0, 16)))]
+    + [(kind, 3, 100) for kind in UNFINISHED],
 )
-def test_rotate_and_store(dtype, device, generator, n, heads, kv_heads, size):
-    qkv, cos, sin = rows(dtype, device, generator, n, heads, kv_heads, size)
-    blocks, block_size = 3, 4
-    slots = torch.randperm(blocks * block_size, device=device, generator=generator)[:n]
-    slots[1::3] = -1
-    before = torch.full((2, blocks, block_size, kv_heads, size), 7.0, dtype=dtype, device=device)
-    cache, twin = PagedCache(*before.clone()), PagedCache(*before.clone())
-    expected = reference.rotate_and_store(qkv.clone(), cos, sin, slots, twin, heads)
-    close(rotate_and_store(qkv, cos, sin, slots, cache, heads), expected)
-    close(cache.keys, twin.keys)
-    assert torch.equal(cache.values, twin.values)
+def test_add_rms_norm(fp8_equal, dtype, device, generator, kind, n, size):
+    """Quantized it is what it would have returned."""
+    (given, again, twin), _ = products(kind, dtype, device, generator, n, size)
+    residual = torch.randn((n, size), dtype=dtype, device=device, generator=generator)
+    weight = torch.randn(size, dtype=dtype, device=device, generator=generator)
+
+    def run(kernel, x, fp8=False):
+        held = None if kind == "no residual" else residual.clone()
+        normalised, total = kernel(x, held, weight, EPS, fp8)
+        assert total is (x if held is None else held)
+        return normalised, total
+
+    expected, expected_total = run(reference.add_rms_norm, twin)
+    actual, total = run(add_rms_norm, given)
+    close(actual, expected)
+    close(total, expected_total)
+    quantized, total = run(add_rms_norm, again, fp8=True)
+    fp8_equal(quantized, quantize_rows(actual))
+    close(total, expected_total)
 
 
-@UNFINISHED
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "n"), [(4, 2, 128, 3), (7, 1, 64, 2), (3, 3, 96, 2), (2, 1, 16, 0)]
+)
+def test_norm_heads(dtype, device, generator, heads, kv_heads, size, n):
+    qkv = torch.randn((n, (heads + 2 * kv_heads) * size), dtype=dtype, device=device, generator=generator) * 3
+    weights = torch.randn((2, size), dtype=dtype, device=device, generator=generator)
+    expected, before = qkv.clone(), qkv.clone()
+    reference.norm_heads(expected, *weights, kv_heads, EPS)
+    norm_heads(qkv, *weights, kv_heads, EPS)
+    close(qkv, expected)
+    values = kv_heads * size
+    assert torch.equal(qkv[:, -values:], before[:, -values:]), "the values stay as they are"
+
+
+@pytest.mark.parametrize(("n", "size"), [(1, 16), (3, 2049), (0, 16)])
+def test_silu_and_multiply(fp8_equal, dtype, device, generator, n, size):
+    """Quantized it is what it would have returned, and so it is of sums without their scales."""
+    gate_up = torch.randn((n, 2 * size), dtype=dtype, device=device, generator=generator) * 4
+    gate_up[:1] = 0
+    close(silu_and_multiply(gate_up), reference.silu_and_multiply(gate_up))
+    fp8_equal(silu_and_multiply(gate_up, fp8=True), quantize_rows(silu_and_multiply(gate_up)))
+    scales = torch.linspace(0.5, 1, n, device=device)[:, None], torch.rand(2 * size, device=device, generator=generator)
+    rescaled = (gate_up.float() * (scales[0] * scales[1])).to(dtype)
+    for kernel in (silu_and_multiply, reference.silu_and_multiply):
+        fp8_equal(kernel(gate_up.clone(), True, scales), kernel(rescaled, True))
+        assert torch.equal(kernel(gate_up.clone(), False, scales), kernel(rescaled))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's numpy; it is meant to
+def test_silu_of_large_values_stays_finite(dtype, device):
+    gate_up = torch.tensor([[-1024.0, 1024.0, 3.0, 2.0]], dtype=dtype, device=device)
+    assert silu_and_multiply(gate_up).tolist() == [[0, 2048]]
+
+
+def angles(device, generator, n, size):
+    """Cosines and sines of n tokens."""
+    found = torch.rand((n, size // 2), device=device, generator=generator) * 6
+    return found.cos(), found.sin()
+
+
+@pytest.mark.parametrize("kind", ["plain", *UNFINISHED])
 @pytest.mark.parametrize(("n", "heads", "kv_heads", "size"), [(1, 28, 4, 128), (4, 2, 2, 80), (3, 7, 3, 64)])
-def test_rotate_and_store_finishes_a_product(dtype, device, generator, n, heads, kv_heads, size, kind):
-    qkv, cos, sin = rows(dtype, device, generator, n, heads, kv_heads, size)
-    given, product = unfinished(kind, dtype, device, generator, *qkv.shape)
-    slots = torch.tensor([5, -1, 0, 11], device=device)[:n]
-    twins = torch.zeros((2, 3, 4, kv_heads, size), dtype=dtype, device=device)
-    expected = reference.rotate_and_store(product, cos, sin, slots, PagedCache(*twins), heads)
+def test_rotate_and_store(dtype, device, generator, n, heads, kv_heads, size, kind):
+    given, product = products(kind, dtype, device, generator, n, (heads + 2 * kv_heads) * size)
+    turns, slots = angles(device, generator, n, size), torch.tensor([5, -1, 0, 11], device=device)[:n]
+    twins = torch.full((2, 3, 4, kv_heads, size), 7.0, dtype=dtype, device=device)
+    before = twins.clone()
+    expected = reference.rotate_and_store(product, *turns, slots, PagedCache(*twins), heads)
     for kernel, each in zip((reference.rotate_and_store, rotate_and_store), given):
-        caches = torch.zeros_like(twins)
-        close(kernel(each, cos, sin, slots, PagedCache(*caches), heads), expected)
+        caches = before.clone()
+        close(kernel(each, *turns, slots, PagedCache(*caches), heads), expected)
         close(caches, twins)
 
 
 @pytest.mark.parametrize(("n", "heads", "kv_heads", "size"), [(5, 14, 2, 128), (4, 2, 2, 80), (3, 7, 3, 64)])
 def test_rotate_and_store_in_fp8(dtype, device, generator, n, heads, kv_heads, size):
     """The interpreter's cast to e4m3 loses carries: there the kernel stores float32, and torch does the cast."""
-    qkv, cos, sin = rows(dtype, device, generator, n, heads, kv_heads, size)
+    (qkv, *_), _ = products("plain", dtype, device, generator, n, (heads + 2 * kv_heads) * size)
+    cos, sin = angles(device, generator, n, size)
     qkv *= torch.logspace(-2, 2, n, device=device).to(dtype)[:, None]
     slots = torch.tensor([5, -1, 0, 11, 7], device=device)[:n]
     stored = torch.float32 if device.type == "cpu" else torch.float8_e4m3fn
@@ -251,6 +219,7 @@ CACHE = PagedCache(*torch.zeros((2, 1, 4, 1, 8)))
         (add_rms_norm, (ONES(2, 8193), None, ONES(8193), EPS), "at most 8192"),
         (add_rms_norm, (ONES(16, 2).T, None, ONES(2), EPS), "contiguous"),
         (add_rms_norm, (ONES(2, 16), ONES(16, 2).T, ONES(16), EPS), "contiguous"),
+        (add_rms_norm, (Partials(ONES(2, 2, 16), None, torch.float32), None, ONES(16), EPS), "without a residual"),
         (norm_heads, (ONES(2, 40), ONES(16), ONES(16), 1, EPS), "no heads of 16"),
         (norm_heads, (ONES(2, 32), ONES(16), ONES(16), 1, EPS), "no heads of 16"),
         (norm_heads, (ONES(64, 2).T, ONES(16), ONES(16), 1, EPS), "contiguous"),
@@ -258,6 +227,8 @@ CACHE = PagedCache(*torch.zeros((2, 1, 4, 1, 8)))
         (norm_heads, (ONES(2, 64), ONES(16), ONES(16).half(), 1, EPS), "one dtype"),
         (silu_and_multiply, (ONES(4, 2).T,), "contiguous"),
         (silu_and_multiply, (ONES(1, 2 * 32769), True), "at most 32768"),
+        (fp8.quantize_rows, (ONES(1, 32769), None, None, None), "at most 32768"),
+        (fp8.quantize_rows, (ONES(16, 2).T, None, None, None), "contiguous"),
         (rotate_and_store, (ONES(2, 40), ANGLES, ANGLES, SLOTS, CACHE, 2), "40 values"),
         (rotate_and_store, (ONES(32, 2).T, ANGLES, ANGLES, SLOTS, CACHE, 2), "contiguous"),
     ],

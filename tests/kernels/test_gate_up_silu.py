@@ -23,8 +23,8 @@ def tensor(half, device, generator, rows, k):
 
 
 @pytest.mark.parametrize("plan", [None, SMALL], ids=["default", "small"])
-@pytest.mark.parametrize("m", [0, 1, 17, 200])
-@pytest.mark.parametrize(("size", "k"), [(128, 64), (56, 96), (136, 72)])
+@pytest.mark.parametrize("m", [0, 17, 200])
+@pytest.mark.parametrize(("size", "k"), [(56, 96), (136, 72)])
 def test_it_is_the_product_and_the_activation(half, device, generator, m, size, k, plan):
     x, weight = tensor(half, device, generator, m, k), tensor(half, device, generator, 2 * size, k) / k**0.5
     actual, expected = gate_up_silu(x, weight, plan), reference.gate_up_silu(x, weight)

@@ -7,13 +7,14 @@ import torch
 
 from tessera.kernels import reference
 from tessera.kernels.fp8_rows import Fp8Rows, quantize_rows, quantize_weight
-from tessera.kernels.operands import Partials, finished
+from tessera.kernels.operands import finished
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
-from tessera.kernels.fp8 import add_partials
 from tessera.kernels.skinny_linear import (
     SkinnyPlan,
+    check_plan,
+    padded_rows,
     plan_skinny,
     plan_skinny_fp8,
     plan_skinny_gate_up,
@@ -23,7 +24,6 @@ from tessera.kernels.skinny_linear import (
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-SHAPES = [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (151680, 3584)]
 
 
 def operands(half, device, generator, m, n, k):
@@ -87,7 +87,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize(
     ("kind", "m"),
-    [*((Halves, m) for m in (1, 5, 16, 17, 33, 64)), *((E4m3, m) for m in (1, 5, 16, 17, 33, 64, 65, 97, 200, 256))],
+    [*((Halves, m) for m in (1, 16, 17, 64)), *((E4m3, m) for m in (1, 17, 64, 97, 256))],
 )
 def test_linear(half, device, generator, kind, m, has_bias):
     product = kind(half, device, generator, m, 96, 256)
@@ -98,7 +98,7 @@ def test_linear(half, device, generator, kind, m, has_bias):
 
 
 @KINDS
-@pytest.mark.parametrize("splits", [1, 2, 3, 5])
+@pytest.mark.parametrize("splits", [1, 3, 5])
 @pytest.mark.parametrize(("block_n", "n"), [(16, 40), (64, 64), (128, 130)])
 def test_linear_with_splits_and_odd_columns(half, device, generator, kind, splits, block_n, n):
     # Five steps of k: they divide evenly among 1 and 5 splits only.
@@ -107,8 +107,8 @@ def test_linear_with_splits_and_odd_columns(half, device, generator, kind, split
     close(product.run(bias, SkinnyPlan(block_n, kind.unit, splits)), product.expected(bias))
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 4])
-@pytest.mark.parametrize(("m", "block_m"), [(65, 32), (97, 64), (200, 128), (255, 128), (255, 256)])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("m", "block_m"), [(65, 32), (255, 128)])
 def test_linear_in_blocks_of_rows(half, device, generator, splits, m, block_m):
     rows, weight, scales = fp8_operands(device, generator, m, 72, 640)
     bias = torch.randn(72, dtype=half, device=device, generator=generator)
@@ -123,23 +123,6 @@ def test_linear_in_blocks_of_rows(half, device, generator, splits, m, block_m):
     torch.testing.assert_close(actual / size, expected / size, rtol=2 * step, atol=2 * step)
 
 
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_what_a_split_leaves_becomes_the_same_product(half, device, generator, has_bias):
-    x, weight = operands(half, device, generator, 3, 40, 320)
-    bias = torch.randn(40, dtype=half, device=device, generator=generator) if has_bias else None
-    split, whole = (skinny_unfinished(x, weight, bias, SkinnyPlan(16, 64, splits)) for splits in (3, 1))
-    assert isinstance(split, Partials) and split.rows == 3 and isinstance(whole, torch.Tensor)
-    for product in (add_partials(*split), split.product()):
-        close(product, whole.float())
-
-
-@pytest.mark.parametrize("splits", [1, 4])
-def test_linear_gives_the_same_bits_again(half, device, generator, splits):
-    product = Halves(half, device, generator, 7, 64, 512)
-    first, *others = [product.run(None, SkinnyPlan(32, 64, splits)) for _ in range(4)]
-    assert all(torch.equal(first, other) for other in others)
-
-
 @KINDS
 def test_a_row_does_not_depend_on_its_neighbours(half, device, generator, kind):
     product, plan = kind(half, device, generator, 16, 64, 256), SkinnyPlan(32, kind.unit, 2)
@@ -149,17 +132,16 @@ def test_a_row_does_not_depend_on_its_neighbours(half, device, generator, kind):
         assert torch.equal(product.run(None, plan, rows)[0], whole[0])
 
 
-@pytest.mark.parametrize("m", [1, 16, 20, 64])
-@pytest.mark.parametrize("size", [16, 50])
-def test_gate_up(half, device, generator, m, size):
-    x, weight = operands(half, device, generator, m, 2 * size, 128)
-    close(skinny_gate_up(x, weight), reference.skinny_gate_up(x, weight))
-
-
-@pytest.mark.parametrize("plan", [SkinnyPlan(16, 64), SkinnyPlan(64, 128, stages=2), SkinnyPlan(128, 64, warps=8)])
-def test_gate_up_of_a_given_plan(half, device, generator, plan):
-    x, weight = operands(half, device, generator, 3, 2 * 70, 256)
-    close(skinny_gate_up(x, weight, plan=plan), reference.skinny_gate_up(x, weight))
+@pytest.mark.parametrize(
+    ("m", "size", "plan"),
+    [
+        *((m, size, None) for m in (1, 20, 64) for size in (16, 50)),
+        *((3, 70, plan) for plan in (SkinnyPlan(16, 64), SkinnyPlan(64, 128, stages=2), SkinnyPlan(128, 64, warps=8))),
+    ],
+)
+def test_gate_up(half, device, generator, m, size, plan):
+    x, weight = operands(half, device, generator, m, 2 * size, 256)
+    close(skinny_gate_up(x, weight, plan), reference.skinny_gate_up(x, weight))
 
 
 @pytest.mark.parametrize(
@@ -206,44 +188,16 @@ def test_fp8_refuses(device, generator, m, k, dtype, message):
         skinny_fp8(rows, weight.to(dtype or weight.dtype), scales, None, torch.float16)
 
 
-@pytest.mark.parametrize("m", [1, 16, 17, 32, 33, 64])
-@pytest.mark.parametrize(("n", "k"), [*SHAPES, (8, 64), (100, 192)])
+@pytest.mark.parametrize("m", [1, 16, 17, 32, 33, 64, 65, 97, 256])
 @pytest.mark.parametrize("sms", [1, 60, 132])
-def test_plans_are_possible(m, n, k, sms):
-    rows = 16 if m <= 16 else 32 if m <= 32 else 64
-    for plan in (plan_skinny(m, n, k, sms), plan_skinny_gate_up(m, n // 2, k, sms)):
-        assert k % plan.block_k == 0
-        assert 1 <= plan.splits <= k // plan.block_k
-        stage = 2 * plan.block_k * (plan.block_n + rows)
-        programs = 1 if rows == 64 else 2
-        assert programs * plan.stages * stage <= 227 * 1024, "this many programs share a multiprocessor's memory"
-        assert plan.splits == 1 or 8 * plan.splits * m <= k // 4, "partials stay below an eighth of the weights"
-    assert plan_skinny_gate_up(m, n // 2, k, sms).splits == 1
-
-
-@pytest.mark.parametrize("m", [1, 32])
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_plans_fill_an_h200(m, n, k):
-    plan = plan_skinny(m, n, k, 132)
-    programs = -(-n // plan.block_n) * plan.splits
-    assert programs >= 0.8 * 132
-    assert plan.splits == 1 or programs <= 2 * 132
-
-
-@pytest.mark.parametrize(("n", "k"), SHAPES[:4])
-@pytest.mark.parametrize("m", [1, 16, 32, 64])
-def test_plans_fill_the_gpu(m, n, k):
-    plan = plan_skinny_fp8(m, n, k, 132)
-    assert k % plan.block_k == 0 and plan.splits <= k // plan.block_k
-    assert -(-n // plan.block_n) * plan.splits >= 1.5 * 132
-    assert plan.stages * plan.block_k * (plan.block_n + max(m, 16)) <= 100 * 1024  # two programs fit
-
-
-@pytest.mark.parametrize(("n", "k"), SHAPES[:4])
-@pytest.mark.parametrize("m", [65, 96, 128, 192, 256])
-def test_plans_of_many_rows_have_a_multiprocessor_each(m, n, k):
-    plan = plan_skinny_fp8(m, n, k, 132)
-    tiles = -(-n // plan.block_n) * -(-m // plan.block_m)
-    assert k % plan.block_k == 0 and plan.splits <= k // plan.block_k
-    assert tiles >= 132 or 132 // 2 < tiles * plan.splits <= 132, "splits only where one wave does all"
-    assert plan.stages * plan.block_k * (plan.block_n + plan.block_m) <= 192 * 1024
+def test_plans_are_possible(m, sms):
+    for n, k in ((4608, 3584), (37888, 3584), (3584, 18944), (151680, 3584), (8, 128), (100, 384)):
+        plans = {"fp8": plan_skinny_fp8(m, n, k, sms)}
+        if m <= 64:
+            plans |= {"halves": plan_skinny(m, n, k, sms), "gate_up": plan_skinny_gate_up(m, n // 2, k, sms)}
+            assert plans["gate_up"].splits == 1
+        for kind, plan in plans.items():
+            check_plan(plan, k)
+            rows, size = min(padded_rows(m), plan.block_m), 1 if kind == "fp8" else 2
+            assert plan.stages * size * plan.block_k * (plan.block_n + rows) <= 227 * 1024, "a multiprocessor's memory"
+            assert plan.splits == 1 or 8 * plan.splits * min(m, 64) <= k, "partials are few beside the weights"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,14 +26,10 @@ Packed = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Format:
-    """``settings``: its quantization_config; ``pack(weight)``: stored tensors by leaf, and W in float32.
-
-    ``activations``: what happens to a layer's input, for the fake-quantized model.
-    """
+    """``settings``: its quantization_config; ``pack(weight)``: stored tensors by leaf, and W in float32."""
 
     settings: dict[str, Any]
     pack: Callable[[torch.Tensor], Packed]
-    activations: Callable[[torch.Tensor], torch.Tensor] = field(default=lambda x: x)
 
 
 def quantized(weight, group, symmetric, order=None):
@@ -89,7 +85,7 @@ def gptq(group, symmetric, label="gptq", stored_version=None, desc_act=False):
     return Format(settings | {"checkpoint_format": label, "damp_percent": 0.01, "true_sequential": True}, pack)
 
 
-def compressed(kind, weights, inputs=None, activations=lambda x: x, by_group=False):
+def compressed(kind, weights, inputs=None):
     """Packed by compressed-tensors itself; W is what its own decompression says."""
     scheme = QuantizationScheme(
         targets=["Linear"],
@@ -116,7 +112,7 @@ def compressed(kind, weights, inputs=None, activations=lambda x: x, by_group=Fal
         "config_groups": {"group_0": group},
         "ignore": ["lm_head", "re:.*vision_tower.*", "re:.*multi_modal_projector.*"],
     }
-    return Format(settings, pack, activations)
+    return Format(settings, pack)
 
 
 def scales_of(weight, args):
@@ -146,7 +142,7 @@ def fp8_blocks():
         return {"weight": values, "weight_scale_inv": scales}, values.float() * wide
 
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    return Format(settings, pack, by_part)
+    return Format(settings, pack)
 
 
 def modelopt():
@@ -157,20 +153,7 @@ def modelopt():
         return tensors, values.float() * scale
 
     settings = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None, "ignore": ["lm_head"]}
-    return Format(settings, pack, static(0.01))
-
-
-def by_token(x):
-    scale = x.abs().amax(-1, keepdim=True).float() / 448
-    return (x / scale).clamp(-448, 448).to(FP8).float() * scale
-
-
-def by_part(x):
-    return torch.cat([by_token(part) for part in x.split(128, -1)], -1)
-
-
-def static(scale):
-    return lambda x: (x / scale).clamp(-448, 448).to(FP8).float() * scale
+    return Format(settings, pack)
 
 
 def int4(**changes):
@@ -188,27 +171,16 @@ FORMATS = {
     "gptq asym": gptq(32, False),
     "gptq desc_act": gptq(32, False, desc_act=True),
     "gptq a row": gptq(-1, True),
-    "gptq v2 sym": gptq(32, True, "gptq_v2"),
     "gptq v2 asym desc_act": gptq(32, False, "gptq_v2", desc_act=True),
-    "gptq says v1, stores v2": gptq(32, True, "gptq", stored_version=2),
-    "gptq says v2, stores v1": gptq(32, True, "gptq_v2", stored_version=1),
     "packed sym": compressed("pack-quantized", int4()),
     "packed asym": compressed("pack-quantized", int4(symmetric=False)),
     "packed channel": compressed("pack-quantized", int4(strategy="channel", group_size=-1)),
-    "packed channel asym": compressed("pack-quantized", int4(strategy="channel", group_size=-1, symmetric=False)),
-    "float tensor dynamic": compressed("float-quantized", float8("tensor"), float8("token", dynamic=True), by_token),
-    "float channel dynamic": compressed("float-quantized", float8("channel"), float8("token", dynamic=True), by_token),
-    "float tensor static": compressed(
-        "float-quantized", float8("tensor"), float8("tensor", dynamic=False), static(0.01)
-    ),
-    "float channel static": compressed(
-        "float-quantized", float8("channel"), float8("tensor", dynamic=False), static(0.01)
-    ),
+    "float channel dynamic": compressed("float-quantized", float8("channel"), float8("token", dynamic=True)),
+    "float tensor static": compressed("float-quantized", float8("tensor"), float8("tensor", dynamic=False)),
     "float blocks": compressed(
         "float-quantized",
         float8("block", block_structure=[128, 128]),
         float8("group", group_size=128, dynamic=True),
-        by_part,
     ),
     "fp8 blocks": fp8_blocks(),
     "modelopt": modelopt(),

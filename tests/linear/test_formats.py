@@ -6,7 +6,7 @@ import pytest
 import torch
 from packers import FORMATS, quantize_folder
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
-from tiny_qwen2_vl import as_saved_by_4_52, flatten, write_model
+from tiny_qwen2_vl import flatten, write_model
 
 from tessera.engine.execution.model_runner import load_model
 from tessera.models.registry import read_config
@@ -33,13 +33,10 @@ def native(text, **options):
     return lambda tmp_path: hf_native(tmp_path / text, Shape(text=text, **SHAPE), **options)
 
 
-def qwen2_vl(as_saved, tied):
-    def build(tmp_path):
-        sizes = dict(hidden_size=256, num_attention_heads=4, intermediate_size=320, num_hidden_layers=1)
-        write_model(tmp_path, sizes, tied)
-        return as_saved(tmp_path)
-
-    return build
+def qwen2_vl(tmp_path):
+    sizes = dict(hidden_size=256, num_attention_heads=4, intermediate_size=320, num_hidden_layers=1)
+    write_model(tmp_path, sizes)
+    return flatten(tmp_path)
 
 
 def separate(found):
@@ -66,16 +63,8 @@ def as_stored(found):
 BODIES = {
     "qwen2": (native("qwen2"), separate),
     "qwen2, names of transformers 4.52": (native("qwen2", prefix="model."), separate),
-    "qwen2, original layout": (in_chat("qwen2"), separate),
-    "llama": (native("llama"), separate),
-    "llama, original layout": (in_chat("llama"), separate),
-    "qwen3": (native("qwen3"), separate),
-    "qwen3, original layout": (in_chat("qwen3"), separate),
-    "phi3": (native("phi3"), as_stored),
     "phi3, original layout": (in_chat("phi3"), as_stored),
-    "qwen2_vl": (qwen2_vl(lambda folder: folder, tied=True), separate),
-    "qwen2_vl, names of transformers 4.52": (qwen2_vl(as_saved_by_4_52, tied=False), separate),
-    "qwen2_vl, as published": (qwen2_vl(flatten, tied=False), separate),
+    "qwen2_vl, as published": (qwen2_vl, separate),
     "internlm2, original layout": (internlm2, grouped),
 }
 
@@ -84,19 +73,8 @@ def load(folder):
     return load_model(read_config(folder), EngineConfig(threads=1, max_sequences=2))
 
 
-def in_layer(expected, number=0):
-    """W by module of one layer, whatever the prefix."""
-    key = f"layers.{number}."
-    return {module.split(key)[1]: w for module, w in expected.items() if key in module}
-
-
-# Every format of a body that stores q, k and v apart and of one that does not; of the other bodies one of each packing.
-EACH_PACKING = ("awq 32", "gptq desc_act", "packed asym", "float channel static", "fp8 blocks")
-CASES = [
-    (body, form)
-    for body in BODIES
-    for form in (FORMATS if body in ("qwen2", "internlm2, original layout") else EACH_PACKING)
-]
+# Of the other bodies one of each size of an element: what is read has one form whatever was stored.
+CASES = [(body, form) for body in BODIES for form in (FORMATS if body == "qwen2" else ("gptq desc_act", "modelopt"))]
 
 
 @pytest.mark.parametrize(("body", "form"), CASES)
@@ -105,5 +83,6 @@ def test_w_is_exact(tmp_path, body, form):
     folder = build(tmp_path)
     expected = quantize_folder(folder, FORMATS[form])
     layer = load(folder).layers[0]
-    for linear, w in zip((layer.qkv, layer.output, layer.gate_up, layer.down), fused(in_layer(expected)), strict=True):
+    found = {module.split("layers.0.")[1]: w for module, w in expected.items()}
+    for linear, w in zip((layer.qkv, layer.output, layer.gate_up, layer.down), fused(found), strict=True):
         assert torch.equal(linear.weight, w)

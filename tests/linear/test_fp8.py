@@ -66,17 +66,6 @@ def fake_quantized(x: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> torch
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_on_load_the_cpu_computes_as_the_fake_quantized_model(bias):
-    stored, x = tensors(bias), normal(5, SIZE)
-    layer = fill(layer_of(Fp8OnLoad(), bias), stored)
-    assert not layer.wants_fp8_input(5)
-    torch.testing.assert_close(layer(x), fake_quantized(x, stored))
-    exact = F.linear(x, torch.cat([stored["gate.weight"], stored["up.weight"]]).float())
-    relative = (fake_quantized(x, tensors()) - exact).norm() / exact.norm()
-    assert 0.005 < relative < 0.05
-
-
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_every_product_computes_the_same(units, bias, product):
     stored, x = tensors(bias), normal(7, SIZE)
@@ -128,11 +117,10 @@ def test_blocks_are_multiplied_dequantized(units):
     assert not torch.allclose(layer(x), F.linear(x, layer.weight), rtol=1e-3)
 
 
-@pytest.mark.parametrize("place", ["qkv", "output", "gate_up", "alone"])
-def test_tuning_asks_which_product_is_the_fastest(units, place):
+def test_tuning_asks_which_product_is_the_fastest(units):
     layers = [fill(layer_of(Fp8OnLoad()), tensors()) for _ in range(2)]
     choices = Choices()
-    shape = LinearShape(96, SIZE, False, place, torch.float32)
+    shape = LinearShape(96, SIZE, False, "gate_up", torch.float32)
     choose(layers, shape, choices, "a machine")
     assert len(choices.asked) == 8
     assert [len(ways) for ways in choices.asked.values()] == [3, 3, 3, 3, 3, 3, 2, 2]
@@ -141,14 +129,10 @@ def test_tuning_asks_which_product_is_the_fastest(units, place):
         assert layer.scheme.ways[-3:] == ((256, "skinny"), (512, "rows"), (1024, "rows"))
 
 
-def test_the_setting_quantizes_all_but_the_head():
+def test_the_setting_quantizes_all_but_the_head_and_no_quantized_checkpoint():
     schemes = scheme_selector(None, None, "fp8")
     assert type(schemes(["model.layers.0.self_attn.q_proj"])) is Fp8OnLoad
     assert type(schemes(["lm_head"])) is Unquantized and type(schemes(["output"])) is Unquantized
-    assert type(scheme_selector(None)(["model.layers.0.mlp.down_proj"])) is Unquantized
-
-
-def test_the_setting_refuses_a_quantized_checkpoint():
     config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     with pytest.raises(CheckpointError, match=r"quantized already \(fp8\).*\"checkpoint\""):
         scheme_selector(config, None, "fp8")

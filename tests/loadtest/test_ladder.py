@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from bench import ladder as bench_ladder
 from bench import ladder_report, ladder_rungs
 from bench.ladder_report import Ladder
-from bench.ladder_rungs import NAMES, jobs, kept_ways
+from bench.ladder_rungs import NAMES, jobs
 from serving import DEFAULT_CHECKPOINT
 
 from tessera.launcher.settings import set_up
@@ -37,14 +36,6 @@ def test_the_servers_settings_take_what_a_rung_sets(name: str, tmp_path: Path):
     assert {key: values[key] for key in setup.settings} == setup.settings
     for job in jobs(name).values():
         SamplingParameters.parse(job.sampling)
-
-
-def test_a_rung_adds_to_the_one_below_and_the_last_keeps_no_old_way():
-    for below, name in pairwise(NAMES):
-        assert set(kept_ways(name)) <= set(kept_ways(below))
-        changed = ladder_rungs.settings(name) != ladder_rungs.settings(below) or kept_ways(name) != kept_ways(below)
-        assert changed != bool(ladder_rungs.RUNGS[name].server)
-    assert kept_ways(NAMES[0]) == list(ladder_rungs.OLD_WAYS) and kept_ways(NAMES[-1]) == []
 
 
 def test_the_shape_in_4_bits_is_one_that_the_engine_reads(tmp_path: Path):

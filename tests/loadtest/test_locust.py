@@ -20,8 +20,7 @@ pytestmark = pytest.mark.clients  # locust is installed for these alone
 
 def command(host: str, user: str, *flags: str) -> list[str]:
     file = str(ROOT / "loadtest" / "locustfile.py")
-    stock = ("--stock", "4", "--again")
-    return [sys.executable, "-m", "locust", "-f", file, "--host", host, *stock, *flags, user]
+    return [sys.executable, "-m", "locust", "-f", file, "--host", host, *flags, user]
 
 
 def run(tmp_path: Path, host: str, user: str, *flags: str) -> dict[tuple[str, str], dict[str, Any]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import counting
 import measuring
 from closed_loop import Answered
@@ -23,14 +21,10 @@ def run(streamed: bool) -> counting.Run:
     return counting.count(100.0, answers, 10)
 
 
-def lines(capsys) -> dict[str, dict]:
-    return {line["metric"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
-
-
-def test_a_workload_of_short_answers_on_a_gpu(capsys, monkeypatch):
+def test_a_workload_of_short_answers_on_a_gpu(printed, monkeypatch):
     monkeypatch.setattr("sys.argv", ["load.py", "--workloads", "W1", "W2"])
     measuring.report(WORKLOADS["W1"], run(False), Draw(700.0, 1500.4, 61.0, 0.98), "serve.W1.bf16", gpus=1)
-    found = lines(capsys)
+    found = printed()
     assert {name: (line["value"], line["unit"]) for name, line in found.items()} == {
         "serve.W1.bf16.req_s": (1.0, "req/s"),
         "serve.W1.bf16.whole": (1.0, "req/s"),
@@ -47,9 +41,9 @@ def test_a_workload_of_short_answers_on_a_gpu(capsys, monkeypatch):
     assert steady["command"] == 'make bench NAME=load ARGS="--workloads W1 W2"'
 
 
-def test_a_streamed_workload_without_a_gpu(capsys):
+def test_a_streamed_workload_without_a_gpu(printed):
     measuring.report(WORKLOADS["W4b"], run(True), None, "serve.W4b.bf16")
-    assert {name: (line["value"], line["unit"]) for name, line in lines(capsys).items()} == {
+    assert {name: (line["value"], line["unit"]) for name, line in printed().items()} == {
         "serve.W4b.bf16.tok_s": (256.0, "tok/s"),
         "serve.W4b.bf16.whole": (256.0, "tok/s"),
         "serve.W4b.bf16.ttft_p50_ms": (250.0, "ms"),

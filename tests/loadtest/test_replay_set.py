@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bench import replay_pages
-from bench.replay_set import Client, Page, ReplaySet, Request, marked, parse, png
+from bench.replay_set import Client, Page, ReplaySet, Request, marked, png
 from documents.document_reader import write_drawn_pdf
 from mineru_vl_utils.mineru_client import MinerUClientHelper
 from PIL import Image
@@ -75,20 +75,6 @@ def test_a_set_is_made_of_the_packages_pages(
     (tmp_path / "a-1.tar.gz").unlink()
     with pytest.raises(SystemExit, match=r"has no a-1\.tar\.gz"):
         replay_pages.main()
-
-
-def test_what_is_recorded_is_what_the_client_would_ask() -> None:
-    client, pages = parse(replay_pages.RECORDED.read_text())
-    with TesseraVlmClient() as vlm:
-        helper = mineru_client(vlm).helper
-        assert client.system == vlm.system_prompt
-        for kind, told in client.kinds.items():
-            options = vlm.options(helper.sampling_params[kind])
-            assert told["prompt"] == helper.prompts[kind]
-            assert told["sampling"] == {name: value for name, value in options.items() if value is not None}
-    assert client.layout_size == helper.layout_image_size
-    assert (client.min_edge, client.max_ratio) == (helper.min_image_edge, helper.max_image_edge_ratio)
-    assert len(pages) == 104 and sum(len(page.requests) - 1 for page in pages) == 1643
 
 
 def test_marks_change_bytes_and_no_pixel() -> None:

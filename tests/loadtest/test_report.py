@@ -8,17 +8,11 @@ import json
 import pytest
 import record
 import report
-from figures import ROOT
 from workloads import WORKLOADS
 
 
 def test_the_documents_hold_what_was_recorded():
     assert not report.update(check=True), "run: .venv/bin/python loadtest/report.py"
-
-
-def test_the_readme_names_no_metric():
-    text = (ROOT / "README.md").read_text()
-    assert [metric for metric in report.newest() if metric in text] == []
 
 
 def test_every_workload_of_the_peers_file_is_a_standard_one():

@@ -12,6 +12,7 @@ check_whole_chain     rows of each runner and log probabilities of a greedy answ
 check_batches         pictures together, and by graphs, have the rows that each has alone
 check_memory          the bound of a forward's memory
 check_quantized       what the tower runs in, and which of its layers FP8 takes
+check_kernels         rows by the kernels of a GPU, in FP8 too, against torch's own
 ====================  ==================================================================================
 """
 
@@ -37,12 +38,14 @@ from tessera.checkpoint.weights import split_names
 from tessera.engine.engine import Engine
 from tessera.engine.sequence import Request
 from tessera.errors import CheckpointError
+from tessera.kernels.tower_layers import gpu_kernels
 from tessera.models.registry import family_for, read_config
 from tessera.models.tower import Wires, load_tower, unfilled_tower
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
 from tessera.prompt.sampling import SamplingParameters
 from tessera.settings.stages import EngineConfig, VisionSettings
 from tessera.vision.encoder import VisionEncoder
+from tessera.vision.fp8_tower import serving_tower
 from tessera.vision.pictures import VisionItem
 from tessera.vision.torch_runner import GraphRunner
 
@@ -252,3 +255,21 @@ def check_quantized(folder: Path, quantization: str, kind: str) -> None:
     assert VisionEncoder.from_checkpoint(folder, settings).weights[0] == kind
     linears = unfilled_tower(read_config(folder)).fp8_linears()
     assert linears and all(isinstance(linear, torch.nn.Linear) for linear in linears.values())
+
+
+@torch.inference_mode()
+def check_kernels(folder: Path, wires: Wires, device: torch.device, **chosen: Any) -> None:
+    """The rows by ``gpu_kernels`` as ``chosen`` are those by torch's own, but for the order of sums and, in FP8, the
+    steps of e4m3 that these decide. ``wires``: of the pictures."""
+    config = read_config(folder)
+    settings = VisionSettings("torch", quantization="fp8" if chosen.get("fp8") else "checkpoint")
+    tower, cost = serving_tower(config, settings).to(device), sum(family_for(config).plan_of(w).cost for w in wires)
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (cost, *tower.unit_shape), dtype=torch.uint8, generator=generator).to(device)
+    given = (pixels, () if tower.splits else wires)
+    expected, found = tower(*given), tower(*given, kernels=gpu_kernels(**chosen))
+    if chosen.get("fp8"):
+        assert torch.nn.functional.cosine_similarity(found.double(), expected.double(), dim=-1).min() > 0.9998
+    else:
+        close = 1e-3 if chosen.get("epilogue") else 2e-5  # which takes one GELU for the other
+        torch.testing.assert_close(found, expected, atol=close * float(expected.abs().max()), rtol=close)

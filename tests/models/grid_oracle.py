@@ -6,8 +6,6 @@ import random
 from fractions import Fraction
 from functools import lru_cache
 
-ORDERS = ("columns", "set")
-
 
 def random_sizes(count: int) -> list[tuple[int, int]]:
     """Odd sizes, common sizes and exact multiples of a small aspect, where ties are."""
@@ -29,29 +27,21 @@ def random_sizes(count: int) -> list[tuple[int, int]]:
 
 
 @lru_cache(maxsize=64)
-def reference_order(order: str, least: int, most: int) -> list[tuple[int, int]]:
-    """Grids as the references enumerate them: OpenGVLab's code in a set, transformers' in a list, columns first."""
-    if order == "set":
-        grids = {
-            (columns, rows)
-            for n in range(least, most + 1)
-            for columns in range(1, n + 1)
-            for rows in range(1, n + 1)
-            if least <= columns * rows <= most
-        }
-    else:
-        grids = [
-            (columns, rows)
-            for columns in range(1, most + 1)
-            for rows in range(1, most + 1)
-            if least <= columns * rows <= most
-        ]
+def reference_order(least: int, most: int) -> list[tuple[int, int]]:
+    """Grids as OpenGVLab's code enumerates them, in a set; transformers' list is tested against transformers."""
+    grids = {
+        (columns, rows)
+        for n in range(least, most + 1)
+        for columns in range(1, n + 1)
+        for rows in range(1, n + 1)
+        if least <= columns * rows <= most
+    }
     return sorted(grids, key=lambda grid: grid[0] * grid[1])
 
 
-def expected_grid(order: str, width: int, height: int, least: int, most: int) -> tuple[int, int]:
+def expected_grid(width: int, height: int, least: int, most: int) -> tuple[int, int]:
     """All nearest grids at once, then the tie rule from the first to the last of them."""
-    grids = reference_order(order, least, most)
+    grids = reference_order(least, most)
     distance = [abs(width / height - columns / rows) for columns, rows in grids]
     first, *tied = [grid for grid, value in zip(grids, distance, strict=True) if value == min(distance)]
     larger = [grid for grid in tied if Fraction(width * height, 448 * 448) > Fraction(grid[0] * grid[1], 2)]

@@ -13,12 +13,10 @@ from preprocess import encoded_pictures as pictures
 from tiny_qwen2_vl import GROUP, edit, write_folder
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as theirs_resized
 
-from tessera.errors import CheckpointError, ConfigError, InvalidRequest
-from tessera.models.family import View
+from tessera.errors import CheckpointError, InvalidRequest
 from tessera.models.qwen2_vl.config import PixelRange
 from tessera.models.qwen2_vl.processor import smart_resize
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
-from tessera.prompt.sampling import SamplingParameters
 from tessera.tritonserver.preprocess import TritonPythonModel
 
 MODEL = Path(__file__).parents[2] / "model_repository" / "preprocess"
@@ -84,11 +82,6 @@ def test_a_page_s_tokens(folder: Path, deployment: dict[str, int], request_: dic
     assert int((found.input_ids == preprocessor.family.image_token_id).sum()) == count
 
 
-def test_a_checkpoint_s_own_bounds(tmp_path: Path) -> None:
-    small = Preprocessor.from_checkpoint(write_folder(tmp_path, min_pixels=4 * GROUP, max_pixels=256 * GROUP))
-    assert tokens(small(PreprocessRequest(text="?", images=[PAGE]))) == [13 * 19]
-
-
 def test_low_detail_is_512_by_512_pixels_at_most(ours: Preprocessor) -> None:
     messages = [{"role": "user", "content": [{"type": "image", "detail": "low"}]}]
     for most in (None, 64 * GROUP):
@@ -98,13 +91,6 @@ def test_low_detail_is_512_by_512_pixels_at_most(ours: Preprocessor) -> None:
             <= min(512 * 512, most or 512 * 512)
             < ours(PreprocessRequest(text="?", images=[PAGE])).plans[0].tokens * GROUP
         )
-
-
-def test_other_bounds_are_other_pixels_to_every_cache(ours: Preprocessor) -> None:
-    usual, again, other = (
-        ours(PreprocessRequest(text="?", images=[PAGE], max_pixels=most)) for most in (None, 900 * GROUP, 256 * GROUP)
-    )
-    assert np.array_equal(usual.digest, again.digest) and not np.array_equal(usual.digest, other.digest)
 
 
 @pytest.mark.parametrize(
@@ -124,13 +110,6 @@ def test_a_request_s_bounds_are_refused(ours: Preprocessor, asked: dict[str, Any
     with pytest.raises(InvalidRequest, match=message) as caught:
         ours(PreprocessRequest(text="?", images=[PAGE], **asked))
     assert len(str(caught.value)) <= 400
-
-
-def test_a_deployment_s_are_refused_at_start(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="preprocess: min_pixels 10000 is above max_pixels 784"):
-        Preprocessor.from_checkpoint(folder, PreprocessSettings(tile_policy={"min_pixels": 10000, "max_pixels": 784}))
-    with pytest.raises(ConfigError, match="preprocess: tile policy: unknown key 'name'"):
-        Preprocessor.from_checkpoint(folder, PreprocessSettings(tile_policy="native"))
 
 
 def stage_outputs(*inputs: Any, **wanted: Any) -> dict[str, np.ndarray]:
@@ -157,24 +136,12 @@ def test_the_stage_reads_both_from_the_environment_and_the_request(
         assert stage_outputs(strings("sampling_parameters", sampling))["PLAN"].tolist() == [[0, 1, *patches]]
 
 
-def test_the_engine_passes_over_what_preprocess_reads() -> None:
-    assert SamplingParameters.parse({"min_pixels": 784, "max_pixels": 7840}) == SamplingParameters()
-
-
 def test_limits_count_image_tokens(folder: Path, ours: Preprocessor) -> None:
     limited = Preprocessor.from_checkpoint(folder, PreprocessSettings(max_cost=1000))
     with pytest.raises(InvalidRequest, match="2 images make 1364 image tokens; the limit is 1000.*lower max_pixels"):
         limited(PreprocessRequest(text="?", images=[PAGE, PAGE]))
     with pytest.raises(InvalidRequest, match=r"4092 of them for 6 images.*or lower max_pixels"):
         ours(PreprocessRequest(text="?", images=[PAGE] * 6))
-
-
-def test_a_plan(ours: Preprocessor) -> None:
-    plan = ours.family.plan_of((1, 4, 6))
-    assert (plan.tokens, plan.cost, plan.wire) == (6, 6, (1, 4, 6))
-    assert plan.views == (View(84, 56, (2, 2, 14, 3, 2, 14, 3), (0, 3, 1, 4, 2, 5, 6)),)
-    assert plan.pixel_bytes == 6 * np.prod(ours.family.unit_shape)
-    assert ours.family.placeholder_tokens(plan) == (("<|image_pad|>", 6),)
 
 
 @pytest.mark.parametrize("wire", [(1, 0, 2), (1, 3, 2), (1, 2, 5), (1, -2, -2)])
@@ -191,15 +158,6 @@ def test_video_is_refused_by_name(ours: Preprocessor) -> None:
             ours(PreprocessRequest(messages=[{"role": "user", "content": [part]}]))
     pad = ours.prompts.tokenizer.token_id("<|video_pad|>")
     assert pad not in ours(PreprocessRequest(text="<|video_pad|>")).input_ids
-
-
-def test_a_picture_200_times_as_long_is_the_last(ours: Preprocessor) -> None:
-    assert ours.family.plan(2000, 10, ours.policy).wire == (1, 2, 58)
-    long = pictures.jpeg(2001, 10)
-    with pytest.raises(
-        InvalidRequest, match="image 1: 2001x10 pixels are more than 200 times as long as they are wide"
-    ):
-        ours(PreprocessRequest(text="?", images=[PAGE, long]))
 
 
 def test_a_marker_is_an_image_with_its_vision_tokens(ours: Preprocessor) -> None:

@@ -1,27 +1,21 @@
-"""The tiling rule against the references', policies by name and by key, plans and their token counts."""
+"""InternVL's tiling rule against the references', policies by name and by key, plans and their token counts, and what
+none may state."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 
 import checkpoint_folders as folders
 import pytest
-from grid_oracle import ORDERS, expected_grid, expected_native_grid, random_sizes, reference_order
+from grid_oracle import expected_grid, expected_native_grid, random_sizes
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
-from tessera.errors import InvalidRequest
+from tessera.errors import CheckpointError, InvalidRequest
 from tessera.models.family import ModelFamily
-from tessera.models.internvl.processor import InternVL, best_grid, candidate_grids
+from tessera.models.internvl.processor import best_grid
 from tessera.models.registry import family_for, read_config
 from tessera.models.tile_policy import THUMBNAIL_RULES, TILE_POLICIES, TilePolicy
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("least", "most"), [(1, 12), (1, 6), (1, 2), (7, 12), (2, 2), (3, 40)])
-def test_order_of_candidates(order: str, least: int, most: int) -> None:
-    assert list(candidate_grids(order, least, most)) == reference_order(order, least, most)
 
 
 def test_hf_native_grids_are_those_of_transformers() -> None:
@@ -31,34 +25,10 @@ def test_hf_native_grids_are_those_of_transformers() -> None:
             assert best_grid("columns", width, height, 448, least, most) == expected
 
 
-def test_the_two_orders_differ_somewhere() -> None:
-    """Else the tests above could not tell the layouts apart. 5:4 lies halfway between one and two tiles a row."""
-    ranges = [(least, most) for least in range(1, 13) for most in range(least, 13)]
-    orders = {order: [candidate_grids(order, *bounds) for bounds in ranges] for order in ORDERS}
-    assert orders["columns"] != orders["set"]
-    middles = {
-        Fraction(a[0] * b[1] + b[0] * a[1], 2 * a[1] * b[1])
-        for a in candidate_grids("columns", 1, 12)
-        for b in candidate_grids("columns", 1, 12)
-    }
-    differing = [
-        (middle, bounds)
-        for middle in middles
-        for bounds in ranges
-        for size in [(middle.numerator * 64, middle.denominator * 64)]
-        if best_grid("columns", *size, 448, *bounds) != best_grid("set", *size, 448, *bounds)
-    ]
-    assert differing
-
-
-@pytest.fixture(scope="module", params=["hf_native", "internvl_chat"])
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelFamily:
-    folder = tmp_path_factory.mktemp("policy")
-    if request.param == "hf_native":
-        folders.write_hf_folder(folder, folders.byte_level())
-    else:
-        folders.write_chat_folder(folder, "internlm2-chat")
-    return family_for(read_config(folder))
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> ModelFamily:
+    """Of the original layout, whose order of grids transformers does not have."""
+    return family_for(read_config(folders.write_chat_folder(tmp_path_factory.mktemp("policy"), "internlm2-chat")))
 
 
 @pytest.mark.parametrize("name", TILE_POLICIES)
@@ -73,7 +43,7 @@ def test_every_policy_on_random_sizes(family: ModelFamily, name: str, thumbnail:
                 family.plan(*size, policy)
             continue
         plan = family.plan(*size, policy)
-        columns, rows = expected(family, name, size, thumbnail, budget)
+        columns, rows = expected(name, size, thumbnail, budget)
         tiles = columns * rows + {"never": 0, "always": 1, "auto": int(columns * rows > 1)}[thumbnail]
         if (plan.wire, plan.cost, plan.tokens) != ((tiles, rows, columns), tiles, 256 * tiles):
             wrong.append((size, budget, plan))
@@ -81,17 +51,12 @@ def test_every_policy_on_random_sizes(family: ModelFamily, name: str, thumbnail:
     assert not wrong
 
 
-def expected(
-    family: ModelFamily, name: str, size: tuple[int, int], thumbnail: str, budget: int | None
-) -> tuple[int, int]:
+def expected(name: str, size: tuple[int, int], thumbnail: str, budget: int | None) -> tuple[int, int]:
     """The grid by a policy's description, its bounds found by trying all."""
     least, most = {"dense": (7, 12), "two-tile": (2, 2)}.get(name, (1, 12))
     costs = {n: 256 * (n + (thumbnail == "always" or (thumbnail == "auto" and n > 1))) for n in range(least, most + 1)}
     most = max(n for n, cost in costs.items() if budget is None or cost <= budget)
-    if name == "native":
-        return expected_native_grid(*size, least, most)
-    assert isinstance(family, InternVL)
-    return expected_grid(family.order, *size, least, most)
+    return (expected_native_grid if name == "native" else expected_grid)(*size, least, most)
 
 
 def test_token_counts_of_480x320_by_name(family: ModelFamily) -> None:
@@ -100,19 +65,6 @@ def test_token_counts_of_480x320_by_name(family: ModelFamily) -> None:
     assert tokens == {"reference": 1792, "dense": 3328, "two-tile": 512, "budget": 256, "native": 256}
     one_tile_and_thumbnail = TilePolicy.parse({"max_tiles": 1, "thumbnail": "always"}, TilePolicy())
     assert family.plan(480, 320, one_tile_and_thumbnail).tokens == 512
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"token_budget": 255}, r"255 is less than the 256 tokens .*\(1 tiles\)"),
-        ({"token_budget": 511, "thumbnail": "always"}, r"511 is less than the 512 .* and a thumbnail"),
-        ({"name": "dense", "token_budget": 2047}, r"2047 is less than the 2048 .*\(7 tiles and a thumbnail"),
-    ],
-)
-def test_a_budget_too_small_for_any_grid_is_refused(family: ModelFamily, keys: dict[str, object], words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words):
-        family.plan(480, 320, TilePolicy.parse(keys, TilePolicy()))
 
 
 def test_policy_parsing() -> None:
@@ -157,3 +109,32 @@ def test_policies_stated_by_checkpoints(tmp_path: Path) -> None:
     assert stated() == TilePolicy("checkpoint", 1, 12, "auto")
     assert stated(max_dynamic_patch=6, use_thumbnail=False) == TilePolicy("checkpoint", 1, 6, "never")
     assert stated(dynamic_image_size=False) == TilePolicy("checkpoint", 1, 1, "auto")
+
+
+@pytest.mark.parametrize(
+    "wire", [(0, 0, 0), (2, 0, 2), (1, -1, -1), (5, 2, 3), (8, 2, 3), (-6, 2, -3), (448, 448, 448)]
+)
+def test_what_can_be_no_plan_is_refused(family: ModelFamily, wire: tuple[int, int, int]) -> None:
+    with pytest.raises(InvalidRequest, match=f"{wire[0]} tiles are not a grid of {wire[2]}x{wire[1]}"):
+        family.plan_of(wire)
+
+
+def test_a_policy_is_held_to_the_servers_limit_where_a_request_states_it(family: ModelFamily) -> None:
+    usual = family.policy({}, max_cost=8)
+    assert usual.max_tiles == 12  # the checkpoint's own: what a picture really costs decides
+    assert family.policy({"tile_policy": {"max_tiles": 8}}, usual, max_cost=8).max_tiles == 8
+    with pytest.raises(InvalidRequest, match="max_tiles 9 is above this server's limit of 8 tiles"):
+        family.policy({"tile_policy": {"max_tiles": 9}}, usual, max_cost=8)
+    with pytest.raises(InvalidRequest, match=r"max_tiles 10{19} is above"):  # a message stays short
+        family.policy({"tile_policy": {"max_tiles": 10**410}}, usual, max_cost=8)
+    with pytest.raises(InvalidRequest, match="token_budget 255"):
+        family.policy({"tile_policy": {"token_budget": 255}}, usual)
+    with pytest.raises(InvalidRequest, match=r"max_pixels means nothing to this model \(what does: tile_policy\)"):
+        family.policy({"max_pixels": 784}, usual)
+
+
+def test_contradictory_token_count_is_refused(tmp_path: Path) -> None:
+    folders.write_hf_folder(tmp_path, folders.byte_level())
+    folders.write(tmp_path, "processor_config.json", {"image_seq_length": 64})
+    with pytest.raises(CheckpointError, match=r"64.*256"):
+        family_for(read_config(tmp_path))

@@ -14,10 +14,9 @@ PHI3, QWEN3 = "Phi3ForCausalLM", "Qwen3ForCausalLM"
 
 @dataclass(frozen=True)
 class Body:
-    """A language model; ``billions`` of parameters with an output head of its own, as InternVL stores it."""
+    """A language model."""
 
     architecture: str
-    billions: float
     hidden: int
     inner: int
     layers: int
@@ -59,26 +58,26 @@ _128K = (
     ("rope_theta", 10000.0),
 )
 BODIES = {
-    "Qwen2-0.5B": Body(QWEN2, 0.63, 896, 4864, 24, 14, 2, 151655, _DYNAMIC),
-    "Qwen2.5-0.5B": Body(QWEN2, 0.63, 896, 4864, 24, 14, 2, 151674, _DYNAMIC),
-    "Qwen2.5-1.5B": Body(QWEN2, 1.78, 1536, 8960, 28, 12, 2, 151674, _DYNAMIC),
-    "Qwen2.5-3B": Body(QWEN2, 3.40, 2048, 11008, 36, 16, 2, 151674, _DYNAMIC),
-    "Qwen2.5-7B": Body(QWEN2, 7.62, 3584, 18944, 28, 28, 4, 151674, _DYNAMIC),
-    "Qwen2.5-14B": Body(QWEN2, 14.8, 5120, 13824, 48, 40, 8, 151674, _DYNAMIC),
-    "Qwen2.5-32B": Body(QWEN2, 32.8, 5120, 27648, 64, 40, 8, 151674, _DYNAMIC),
-    "Qwen2.5-72B": Body(QWEN2, 72.7, 8192, 29568, 80, 64, 8, 151674, _DYNAMIC),
-    "Qwen3-0.6B": Body(QWEN3, 0.75, 1024, 3072, 28, 16, 8, 151936, (("head_dim", 128),)),
-    "Qwen3-1.7B": Body(QWEN3, 2.03, 2048, 6144, 28, 16, 8, 151936, (("head_dim", 128),)),
-    "Qwen3-4B": Body(QWEN3, 4.41, 2560, 9728, 36, 32, 8, 151936, (("head_dim", 128),)),
-    "Qwen3-8B": Body(QWEN3, 8.19, 4096, 12288, 36, 32, 8, 151936, (("head_dim", 128),)),
-    "Qwen3-14B": Body(QWEN3, 14.8, 5120, 17408, 40, 40, 8, 151936, (("head_dim", 128),)),
-    "Qwen3-32B": Body(QWEN3, 32.8, 5120, 25600, 64, 64, 8, 151936, (("head_dim", 128),)),
-    "InternLM2-1.8B": Body(INTERNLM2, 1.89, 2048, 8192, 24, 16, 8, 92553, _NO_BIAS),
-    "InternLM2.5-7B": Body(INTERNLM2, 7.74, 4096, 14336, 32, 32, 8, 92553, _NO_BIAS),
-    "InternLM2-20B": Body(INTERNLM2, 19.86, 6144, 16384, 48, 48, 8, 92553, _NO_BIAS),
-    "Phi-3-mini-128k": Body(PHI3, 3.82, 3072, 8192, 32, 32, 32, 32020, _128K),
-    "Yi-34B": Body(LLAMA, 34.4, 7168, 20480, 60, 56, 8, 64000),
-    "Llama-3-70B": Body(LLAMA, 70.6, 8192, 28672, 80, 64, 8, 128256),
+    "Qwen2-0.5B": Body(QWEN2, 896, 4864, 24, 14, 2, 151655, _DYNAMIC),
+    "Qwen2.5-0.5B": Body(QWEN2, 896, 4864, 24, 14, 2, 151674, _DYNAMIC),
+    "Qwen2.5-1.5B": Body(QWEN2, 1536, 8960, 28, 12, 2, 151674, _DYNAMIC),
+    "Qwen2.5-3B": Body(QWEN2, 2048, 11008, 36, 16, 2, 151674, _DYNAMIC),
+    "Qwen2.5-7B": Body(QWEN2, 3584, 18944, 28, 28, 4, 151674, _DYNAMIC),
+    "Qwen2.5-14B": Body(QWEN2, 5120, 13824, 48, 40, 8, 151674, _DYNAMIC),
+    "Qwen2.5-32B": Body(QWEN2, 5120, 27648, 64, 40, 8, 151674, _DYNAMIC),
+    "Qwen2.5-72B": Body(QWEN2, 8192, 29568, 80, 64, 8, 151674, _DYNAMIC),
+    "Qwen3-0.6B": Body(QWEN3, 1024, 3072, 28, 16, 8, 151936, (("head_dim", 128),)),
+    "Qwen3-1.7B": Body(QWEN3, 2048, 6144, 28, 16, 8, 151936, (("head_dim", 128),)),
+    "Qwen3-4B": Body(QWEN3, 2560, 9728, 36, 32, 8, 151936, (("head_dim", 128),)),
+    "Qwen3-8B": Body(QWEN3, 4096, 12288, 36, 32, 8, 151936, (("head_dim", 128),)),
+    "Qwen3-14B": Body(QWEN3, 5120, 17408, 40, 40, 8, 151936, (("head_dim", 128),)),
+    "Qwen3-32B": Body(QWEN3, 5120, 25600, 64, 64, 8, 151936, (("head_dim", 128),)),
+    "InternLM2-1.8B": Body(INTERNLM2, 2048, 8192, 24, 16, 8, 92553, _NO_BIAS),
+    "InternLM2.5-7B": Body(INTERNLM2, 4096, 14336, 32, 32, 8, 92553, _NO_BIAS),
+    "InternLM2-20B": Body(INTERNLM2, 6144, 16384, 48, 48, 8, 92553, _NO_BIAS),
+    "Phi-3-mini-128k": Body(PHI3, 3072, 8192, 32, 32, 32, 32020, _128K),
+    "Yi-34B": Body(LLAMA, 7168, 20480, 60, 56, 8, 64000),
+    "Llama-3-70B": Body(LLAMA, 8192, 28672, 80, 64, 8, 128256),
 }
 
 

@@ -24,7 +24,7 @@ CORPUS = pictures.corpus() | {
     for kind, options in {"JPEG": {"quality": 90}, "WEBP": {"lossless": True}, "PNG": {}}.items()
 }
 LIMITS = Limits(max_file_pixels=4_000_000)
-PER_FILE = 60
+PER_FILE = 40
 JPEG = CORPUS["jpeg"]
 
 
@@ -112,14 +112,6 @@ def test_a_jpeg_whose_app_segment_states_a_wrong_length(marker: int, stated: int
     assert np.array_equal(decode(data), decode(JPEG))
 
 
-@pytest.mark.parametrize("junk", [b"\0", b"junk", b"\xff\0\xff\xff"])
-def test_junk_between_the_segments_of_a_jpeg(junk: bytes) -> None:
-    at = JPEG.index(b"\xff\xdb")
-    data = JPEG[:at] + junk + JPEG[at:]
-    expected, found = by_pillow(data), by_us(data)
-    assert np.array_equal(found, expected) if expected is not None else found is None
-
-
 @pytest.mark.parametrize("enough", [None, (20, 14)])
 def test_a_jpeg_with_a_damaged_scan_is_pillows_repair_or_refused(enough: tuple[int, int] | None) -> None:
     scan = JPEG.index(b"\xff\xda") + 14
@@ -143,27 +135,6 @@ def test_a_decoder_that_finds_another_size_than_was_checked_is_not_followed() ->
     frame = JPEG.index(b"\xff\xc0")
     with pytest.raises(InvalidRequest):
         decode(JPEG[:frame] + pictures.with_jpeg_size(JPEG, 4000, 4000)[frame : frame + 19] + JPEG[frame:])
-
-
-@pytest.mark.parametrize("place", [b"eXIf", b"IHDR"])
-def test_a_png_chunk_with_a_wrong_checksum(place: bytes) -> None:
-    data = bytearray(CORPUS["png exif"])
-    data[data.index(place) + 12] ^= 1
-    assert by_pillow(bytes(data)) is None
-    with pytest.raises(InvalidRequest, match=f"checksum in b'{place.decode()}'"):
-        decode(bytes(data))
-
-
-def test_a_damaged_webp_is_not_filled_from_the_chunk_behind_it() -> None:
-    """With metadata behind them, broken pixels used to be completed from its bytes."""
-    data = CORPUS["webp exif"]
-    broken = 0
-    for at in range(data.index(b"VP8 ") + 30, data.index(b"EXIF") - 4):
-        damaged = data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :]
-        if by_pillow(damaged) is None:
-            broken += 1
-            assert by_us(damaged) is None
-    assert broken
 
 
 @settings(max_examples=200)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tessera.errors import ConfigError, InvalidRequest
+from tessera.errors import InvalidRequest
 from tessera.models.family import EncodedPicture
 from tessera.preprocess.headers import read_header
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest, PreprocessSettings
@@ -99,8 +99,3 @@ def test_limits_hold_before_a_picture_travels() -> None:
         ask(1, whole[:-300])
     with pytest.raises(InvalidRequest, match="megapixels; the limit is 50"):
         ask(1, whole.replace((480).to_bytes(2, "big") + (640).to_bytes(2, "big"), b"\xff\xff\xff\xff"))
-
-
-def test_a_negative_threshold_ends_the_start() -> None:
-    with pytest.raises(ConfigError, match="gpu_pixels is -1"):
-        ask(-1)

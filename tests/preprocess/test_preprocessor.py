@@ -38,14 +38,6 @@ def test_shapes_and_types(preprocessor: Preprocessor) -> None:
     assert found.spans.dtype == np.int32 and found.spans[:, 1].tolist() == [7 * 64, 64]
 
 
-def test_text_alone(preprocessor: Preprocessor) -> None:
-    found = ask(preprocessor)
-    assert [found.pixels.size, found.plan.size, found.digest.size, found.spans.size] == [0, 0, 0, 0]
-    assert found.spans.shape == (0, 2)
-    assert found.digest.dtype == np.int64
-    assert len(found.input_ids)
-
-
 def test_rotated_pictures_are_planned_upright(preprocessor: Preprocessor) -> None:
     wide = Image.fromarray(pictures.smooth(896, 448))
     rotated = pictures.saved(wide, "JPEG", exif=pictures.exif(6))
@@ -131,13 +123,6 @@ def test_limits_say_both_numbers(preprocessor: Preprocessor) -> None:
         ask(small, JPEG, tile_policy={"max_tiles": 21})
 
 
-def test_context_length_is_a_setting() -> None:
-    short = Preprocessor.from_checkpoint(CHECKPOINT, PreprocessSettings(context_length=300))
-    with pytest.raises(InvalidRequest, match=r"448 of them for 1 images.*context of 300"):
-        ask(short, JPEG)
-    assert len(ask(short, JPEG, tile_policy="two-tile").input_ids) < 300
-
-
 @pytest.mark.parametrize(
     ("image", "word"),
     [
@@ -163,8 +148,3 @@ def test_resize_modes_give_other_pixels_under_other_digests(preprocessor: Prepro
     assert not np.array_equal(one.digest, other.digest)
     difference = np.abs(one.pixels.astype(int) - other.pixels)
     assert 0 < difference.mean() < 1
-
-
-def test_an_unknown_resize_mode_is_refused() -> None:
-    with pytest.raises(ConfigError, match="nearest"):
-        Preprocessor.from_checkpoint(CHECKPOINT, PreprocessSettings(resize="nearest"))

@@ -23,7 +23,6 @@ from tessera_quantize.run import Job, finish, run
 from tessera_quantize.samples import Sample
 
 QUESTIONS = ("What is this?", "Is it red?", "How many are there?", "Is there a lamp?", "Where?", "What colour?")
-BODIES = ("native qwen2", "native llama", "chat internlm2", "chat qwen2", "native qwen3", "chat phi3")
 
 
 def labelled_folder(folder: Path) -> Path:
@@ -39,7 +38,7 @@ def labelled_folder(folder: Path) -> Path:
 
 
 def checkpoint(folder: Path, body: str, dtype: torch.dtype = torch.bfloat16, **shape: Any) -> Path:
-    """One of BODIES with random weights."""
+    """A layout ("native" or "chat") and a body, with random weights."""
     layout, text = body.split()
     shape.setdefault("text", "llama" if text == "internlm2" else text)
     native = tiny_checkpoints.hf_native(folder / "native", tiny_checkpoints.Shape(**shape), dtype=dtype)

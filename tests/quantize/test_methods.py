@@ -38,19 +38,14 @@ def correlated(seed: int = 1) -> torch.Tensor:
     return random(400, 8, seed=seed) @ random(8, SIZE, seed=seed + 1) + 0.1 * random(400, SIZE, seed=seed + 2)
 
 
-def test_the_error_is_that_of_the_outputs_themselves():
-    x, difference = correlated(), random(OUT, SIZE)
-    expected = (x @ difference.T).pow(2).sum(1).mean()
-    assert output_error(difference, inputs(x).hessian) == pytest.approx(float(expected), rel=1e-4)
-    assert torch.allclose(inputs(x).magnitudes, x.abs().mean(0), rtol=1e-4)
-
-
-def test_a_row_counts_as_often_as_its_weight_says():
-    x = correlated()[:3]
-    weighted, repeated = InputStatistics(SIZE, CPU), inputs(x[[0, 0, 0, 1]])
-    weighted.add(x, torch.tensor([3.0, 1.0, 0.0]))
-    assert torch.allclose(weighted.hessian, repeated.hessian, rtol=1e-4, atol=1e-4)
-    assert torch.allclose(weighted.magnitudes, repeated.magnitudes, rtol=1e-4)
+def test_the_error_is_that_of_the_outputs_themselves_and_a_row_counts_as_its_weight_says():
+    x, difference, weights = correlated(), random(OUT, SIZE), random(400).abs()
+    statistics, shares = InputStatistics(SIZE, CPU), weights / weights.sum()
+    for part in (slice(100), slice(100, 400)):
+        statistics.add(x[part], weights[part])
+    expected = ((x @ difference.T).pow(2).sum(1) * shares).sum()
+    assert output_error(difference, statistics.hessian) == pytest.approx(float(expected), rel=1e-4)
+    assert torch.allclose(statistics.magnitudes, (x.abs() * shares[:, None]).sum(0), rtol=1e-4)
 
 
 def test_rounding_by_hand():
@@ -66,17 +61,6 @@ def test_rounding_by_hand():
     assert symmetric.codes.tolist() == [[8, 1, 15, 7, 12, 10, 15, 10, 8, 8, 8, 8]]
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_no_weight_is_further_off_than_half_a_step_but_at_a_clipped_end(symmetric):
-    weight = random(OUT, SIZE)
-    made = rtn(weight, GROUP, symmetric, torch.bfloat16)
-    assert made.scales.dtype == torch.bfloat16 and int(made.codes.max()) <= 15
-    steps = (dequantized(made) - weight).abs().unflatten(1, (-1, GROUP)) / made.scales.float()[..., None]
-    ends = (made.codes == 0) | (made.codes == 15)
-    assert steps[~ends.unflatten(1, (-1, GROUP))].max() <= 0.5 + 1e-4
-    assert steps.max() < 1.1  # the scale's own rounding, and the zero's
-
-
 def test_awq_finds_scales_where_some_columns_matter_more():
     x = correlated()
     x[:, ::9] *= 30
@@ -87,11 +71,6 @@ def test_awq_finds_scales_where_some_columns_matter_more():
     scaled = dequantized(rtn(weight * scales, *FORM)) / scales
     errors = [output_error(each - weight, statistics.hessian) for each in (plain, scaled)]
     assert errors[1] < 0.6 * errors[0]
-
-
-def test_awq_scales_nothing_where_all_columns_are_alike():
-    statistics = inputs(torch.eye(SIZE))
-    assert search_scales([random(OUT, SIZE)], statistics, *FORM).eq(1).all()
 
 
 def test_clipping_lessens_each_group_s_own_error():
@@ -131,22 +110,11 @@ def test_gptq_equals_its_definition_column_by_column():
     assert torch.equal(made.scales, grid.scales) and torch.equal(made.zeros.float(), grid.zeros)
 
 
-def test_gptq_leaves_columns_alone_that_no_input_reached():
-    x = correlated()
-    x[:, 5] = 0
-    weight = random(OUT, SIZE)
-    grid = fit_grid(weight, *FORM)
-    made = gptq(weight, inputs(x), grid, torch.float32)
-    assert torch.equal(made.codes[:, 5], round_to(grid, weight, torch.float32).codes[:, 5])
-
-
 def test_fp8_uses_the_whole_range_of_each_channel():
     weight = random(OUT, SIZE) * torch.logspace(-3, 2, OUT)[:, None]
-    made = to_fp8(weight, torch.float32)
-    assert made.values.dtype == torch.float8_e4m3fn and made.values.float().abs().amax(1).eq(448).all()
+    assert to_fp8(weight, torch.float32).values.float().abs().amax(1).eq(448).all()
+    made = to_fp8(weight, torch.bfloat16)
+    assert made.values.dtype == torch.float8_e4m3fn and made.scales.dtype == torch.bfloat16
     relative = (dequantized(made) - weight).abs() / weight.abs().amax(1, keepdim=True)
     assert relative.max() < 1 / 27  # half a step of three bits at the top
-    rounded = to_fp8(weight, torch.bfloat16)
-    assert rounded.scales.dtype == torch.bfloat16 and rounded.values.float().isfinite().all()
-    assert ((dequantized(rounded) - weight).abs() / weight.abs().amax(1, keepdim=True)).max() < 1 / 27
     assert dequantized(to_fp8(torch.zeros(2, 4), torch.bfloat16)).eq(0).all()

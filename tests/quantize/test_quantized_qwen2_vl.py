@@ -55,9 +55,7 @@ def answers(folder: Path) -> tuple[list[int], list[int], int]:
     [
         ("awq", {}, False, "5"),
         ("gptq", {"symmetric": True}, True, "5"),
-        ("rtn", {}, True, "4.52"),
         ("rtn", {"vision_fp8": True}, False, "4.52"),
-        ("fp8", {}, True, "5"),
         ("fp8", {"vision_fp8": True}, False, "5"),
     ],
 )

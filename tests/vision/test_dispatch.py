@@ -6,8 +6,7 @@ import threading
 
 import pytest
 from fakes.backend import wait_until
-from test_encoder import REQUESTS
-from vision_fakes import BYTES, Job, TileRunner, encoder, flat, item
+from vision_fakes import BYTES, Job, TileRunner, encoder, item
 
 from tessera.errors import InvalidRequest
 from tessera.vision.memory import RowBudget
@@ -60,17 +59,6 @@ def test_the_next_batch_is_computed_while_answers_are_being_sent(started):
     release.set()
     scheduler.close()
     assert answers == [(0, [1]), (1, [2])]
-
-
-def test_rows_that_exceed_the_budget_together_go_in_waves(started):
-    held, peaks, answers = RowBudget(BYTES, 5 * BYTES), [], []
-    scheduler = started(runner := TileRunner(during=lambda number: peaks.append(held.used_bytes)), budget=held)
-    scheduler.encode([Job(number, pictures, answers) for number, pictures in enumerate(REQUESTS)])
-    scheduler.close()
-    assert dict(answers) == {number: flat(pictures) or None for number, pictures in enumerate(REQUESTS)}
-    assert len(answers) == len(REQUESTS) and max(peaks) == 5 * BYTES and held.used_bytes == 0
-    # Waves of 5, 4, 5 and 4 tiles; no forward is cut across two of them.
-    assert runner.batches == [4, 1, 4, 4, 1, 4]
 
 
 def test_a_request_that_can_never_fit_is_refused_with_numbers(started):
@@ -141,12 +129,3 @@ def test_a_ping_passes_everyone_and_goes_by_both_threads(started):
     wait_until(lambda: len(answers) == 5)
     assert [number for number, _ in answers] == [1, "ping", 2, 3, 4]  # behind those that others wait for too
     assert [name.startswith("vision_encoder-send") for name in senders] == [True]
-
-
-def test_a_job_whose_time_ran_out_in_the_queue_costs_no_forward(started):
-    answers, scheduler = [], started(runner := TileRunner())
-    late = Job(0, [[1]], answers)
-    late.deadline_ns = 7
-    scheduler.encode([late, Job(1, [[2]], answers)])
-    scheduler.close()
-    assert [type(outcome) for _, outcome in answers] == [TimeoutError, list] and runner.batches == [1]

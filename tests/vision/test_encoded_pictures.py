@@ -28,18 +28,6 @@ def with_decoder(cache=0):
     return encoder(3, cache, decoder=TileDecoder())
 
 
-def test_a_frame_comes_back():
-    pixels = np.concatenate([frame(1, 2), frame(4)])
-    given = VisionItem(pixels, np.array([1, 2, 1, 2, 1, 1, 1, 1]), np.arange(4))
-    pictures = pictures_of(given, TileFamily(), TileDecoder())
-    assert [(each.plan.cost, each.wire, each.pixels) for each in pictures] == [
-        (2, (2, 1, 2), None),
-        (1, (1, 1, 1), None),
-    ]
-    read = [(p.width, p.height, p.orientation, p.data.tolist(), views) for p, views in (p.encoded for p in pictures)]
-    assert read == [(640, 480, 6, tiles, each.plan.views) for tiles, each in zip(([1, 2], [4]), pictures)]
-
-
 GOOD = frame(1, 2).tobytes()
 
 

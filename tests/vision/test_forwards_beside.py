@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
-from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from fakes.backend import wait_until
@@ -16,6 +15,7 @@ from tessera.vision.memory import DeviceStreams, LaunchedWork, RowBudget
 from tessera.vision.scheduler import VisionScheduler
 
 JOB, REST = list(range(1, 9)), [9, 10, 11]  # a job's two pictures: the first fills a forward
+FIRST_QUESTION = 100  # tiles from here on are of questions, where a test says no more
 
 
 class Held(LaunchedWork):
@@ -58,9 +58,12 @@ class HeldStreams(DeviceStreams):
 
     def _launched(self, work, stream):
         before, self._now = len(self._runner.forwards), stream
+        under_way = [(beside, held) for beside, held in self.works if not held.done]
         result = work()
         if len(self._runner.forwards) == before:
             return result, LaunchedWork()
+        # A forward begins when all others have ended; one beside another when none is beside that.
+        assert not [beside for beside, _ in under_way if beside or stream == "first"]
         self.works.append((stream == "second", Held()))
         return result, self.works[-1][1]
 
@@ -101,17 +104,11 @@ class Stage:
         wait_until(lambda: len(self.answers) >= len(names))
         assert [name for name, _ in self.answers] == [*names]
 
-    def waits(self, *requests, act=None):
+    def waits(self, *requests):
         """Asks; the encoder's thread then waits for a forward, having begun none."""
         before = self.lane.waits
-        act() if act else self.ask(*requests)
+        self.ask(*requests)
         wait_until(lambda: self.lane.waits > before)
-        assert len(self.lane.works) == len(self.begun)
-
-    def looks_on(self):
-        """The encoder's thread, which waits for a free lane or somebody better, looks again and begins nothing."""
-        looks = self.lane.looks
-        wait_until(lambda: self.lane.looks > looks + 2)
         assert len(self.lane.works) == len(self.begun)
 
     def close(self):
@@ -135,81 +132,65 @@ def staged():
         stage.close()
 
 
-@pytest.fixture
-def stage(staged):
-    return staged()
-
-
-@pytest.fixture
-def last(stage):
-    """The same while the last forward of a job is under way and nobody waits."""
-    stage.end(0)
-    stage.begins(False, REST)
-    return stage
-
-
-def test_a_question_is_answered_while_the_forward_of_a_job_is_under_way(stage):
-    stage.ask([[40]])
-    stage.begins(True, [40])
-    stage.end(1)
-    stage.answered(40)
-    stage.end(0)
-    stage.begins(False, REST)
-    stage.end(2)
-    stage.answered(40, 1)
-    assert stage.answers == [(40, [40]), (1, JOB + REST)]
-
-
-def test_who_could_not_go_beside_waits_for_both(stage):
-    stage.ask([[40]])
-    stage.begins(True, [40])
-    stage.waits([[41, 42, 43]])
-    stage.end(0)
-    assert not stage.lane.free and len(stage.lane.works) == 2
-    stage.end(1)
-    stage.begins(False, [41, 42, 43])
-
-
-def test_a_forward_waits_for_one_beside_the_last():
-    lane, begun = HeldStreams(runner := TileRunner()), threading.Event()
-    run = partial(runner.run, np.zeros((1, 2, 2, 3), np.uint8))
-    lane.forward(run)
-    lane.beside(run)
-    thread = threading.Thread(target=lambda: (lane.forward(run), begun.set()))
-    thread.start()
-    lane.works[0][1].end.set()
-    assert not begun.wait(0.05)
-    lane.works[1][1].end.set()
-    assert begun.wait(5)
-    thread.join()
-
-
-def test_a_second_question_waits_for_the_first(stage):
-    stage.ask([[40]])
-    stage.begins(True, [40])
-    stage.waits([[41], [42]])
-    stage.end(1)
-    stage.begins(True, [41, 42])
-    stage.end(2)
-    stage.answered(40, 41)
-
-
-@pytest.mark.parametrize("situation", ["stage", "last"])
-def test_questions_that_come_together_go_as_many_as_fit(request, situation):
-    stage = request.getfixturevalue(situation)
+@pytest.mark.parametrize("last", [False, True])
+def test_questions_go_beside_the_forward_of_a_job_as_many_as_fit(staged, last):
+    """``last``: nobody waits for the forward that is under way. A ping, which has none, changes nothing."""
+    stage = staged()
+    if last:
+        stage.end(0)
+        stage.begins(False, REST)
+        stage.scheduler.ping(Job("ping", [], stage.answers))
+        wait_until(lambda: not len(stage.scheduler.queue))
+    first = len(stage.begun)
     stage.ask([[40]], [[41]], [[42]])
     stage.begins(True, [40, 41])
-    stage.end(len(stage.begun) - 1)
+    stage.end(first)
     stage.begins(True, [42])
+    stage.waits([[43]])
+    stage.end(first + 1)
+    stage.begins(True, [43])
+    stage.end(first + 2)
+    stage.answered(40, 41, 42, 43)
+    stage.end(first - 1)
+    if not last:
+        stage.begins(False, REST)
+        stage.end(first + 3)
+    stage.answered(40, 41, 42, 43, 1, *["ping"] * last)
+    assert dict(stage.answers) == {1: JOB + REST, **{n: [n] for n in range(40, 44)}, **dict.fromkeys(["ping"] * last)}
 
 
-@pytest.mark.parametrize("picture", [[40, 41, 42], JOB])
-def test_what_is_too_large_waits_for_the_forward(staged, picture):
-    stage = staged(cache=8)
-    stage.waits([picture])
-    stage.end(0)
-    # A known one, as the job's own is as soon as its forward is launched, needs none: the second is the job's.
-    stage.begins(False, REST if picture == JOB else picture)
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_comes_and_ends_in_any_order(staged, seed):
+    """No forward begins beside one as small as itself, of its own priority, or where the runner cannot; every one waits
+    for those before it, as HeldStreams sees to, and for room for its rows; all are answered."""
+    dice, expected = random.Random(seed), {1: JOB + REST}
+    budget = RowBudget(BYTES, dice.choice((11, 16, 1000)) * BYTES)
+    stage = staged(cache=dice.choice((0, 8)), beside=dice.choice((0, 2, 2)), expects=bool(seed % 2), budget=budget)
+    for number in range(2, 42):
+        if dice.random() < 0.5:
+            question = dice.random() < 0.7
+            begin = dice.randrange(20) + FIRST_QUESTION * question
+            expected[number] = tiles = [*range(begin, begin + dice.choice((1, 2, 5, 9)))]
+            pictures = [tiles[:2], tiles[2:]] if len(tiles) > 2 else [tiles]
+            stage.scheduler.encode([Job(number, pictures, stage.answers, 10 * (not question))])
+        elif under_way := [held for _, held in stage.lane.works if not held.done]:
+            dice.choice(under_way).end.set()
+        time.sleep(0.002)  # the encoder's thread may act or not: what it does must be right either way
+
+    def all_answered():
+        for _, held in list(stage.lane.works):
+            held.end.set()
+        return len(stage.answers) >= len(expected)
+
+    wait_until(all_answered)
+    stage.scheduler.close()
+    assert dict(stage.answers) == expected and len(stage.answers) == len(expected) and not budget.used_bytes
+    before: list[int] = []
+    for (beside, _), tiles in zip(stage.lane.works, stage.runner.forwards, strict=True):
+        if not beside:
+            before = tiles
+            continue
+        assert len(tiles) <= stage.runner.beside < len(before) and max(before) < FIRST_QUESTION <= min(tiles)
 
 
 def test_a_small_known_picture_waits_and_is_not_computed_again(staged):
@@ -224,53 +205,8 @@ def test_a_small_known_picture_waits_and_is_not_computed_again(staged):
     stage.answered(40, 40)
 
 
-def test_a_ping_waits_for_the_forward(stage):
-    """Its answer says that the device works."""
-    stage.waits(act=lambda: stage.scheduler.ping(Job("ping", [], stage.answers)))
-    assert not stage.answers
-    stage.end(0)
-    stage.answered("ping")
-
-
-def test_nobody_of_the_jobs_own_priority_goes_beside_it(stage):
-    stage.ask([[40]], priority=10)
-    stage.looks_on()
-    stage.end(0)
-    stage.begins(False, REST)
-    stage.end(1)
-    stage.begins(False, [40])
-
-
-def test_after_a_ping_which_needs_no_forward_a_question_still_goes_beside_one(last):
-    last.scheduler.ping(Job("ping", [], last.answers))
-    wait_until(lambda: not len(last.scheduler.queue))
-    last.ask([[40]])
-    last.begins(True, [40])
-    assert not last.answers  # the ping's comes behind the job's
-
-
-def test_nobody_goes_beside_a_forward_of_its_own_priority_that_passes_a_job(stage):
-    stage.waits([[40, 41, 42]])
-    stage.end(0)
-    stage.begins(False, [40, 41, 42])
-    stage.waits([[43]])
-    stage.end(1)
-    stage.begins(False, [43])
-
-
-def test_nothing_runs_beside_a_forward_as_small_as_itself(last):
-    last.end(1)
-    last.answered(1)
-    last.ask([[20], [21]], priority=10)
-    last.begins(False, [20, 21])
-    last.waits([[40]])
-    last.end(2)
-    last.begins(False, [40])
-
-
 @pytest.mark.parametrize(("beside", "expects"), [(0, True), (2, False)])
-def test_where_the_runner_cannot_or_no_question_came_of_late_everyone_waits(staged, beside, expects):
-    """Without looking again and again."""
+def test_where_the_runner_cannot_or_no_question_came_before_nobody_looks_again_and_again(staged, beside, expects):
     stage = staged(beside=beside, expects=expects)
     wait_until(lambda: stage.lane.waits == 3)  # twice before the first forward, now before the second
     stage.ask([[40]])
@@ -279,25 +215,12 @@ def test_where_the_runner_cannot_or_no_question_came_of_late_everyone_waits(stag
     stage.begins(False, [40])
 
 
-def test_who_finds_no_room_for_its_rows_waits(staged):
-    stage = staged(budget=RowBudget(BYTES, 11 * BYTES))
-    stage.waits([[40]])
-    stage.end(0)
-    stage.begins(False, REST)
-
-
 def test_an_error_beside_fails_its_own_request_only(staged):
     stage = staged(budget=RowBudget(BYTES, 100 * BYTES))
     stage.ask([[50]])  # which melts the card
     stage.answered(50)
-    stage.ask([[40]])
-    stage.begins(True, [40])
-    stage.end(1)
-    stage.answered(50, 40)
     stage.close()
-    assert [(name, str(outcome)) for name, outcome in stage.answers] == [
-        (50, "the card melted"), (40, "[40]"), (1, str(JOB + REST))
-    ]  # fmt: skip
+    assert [(name, str(outcome)) for name, outcome in stage.answers] == [(50, "the card melted"), (1, str(JOB + REST))]
     assert stage.scheduler.encoder.budget.used_bytes == 0
 
 

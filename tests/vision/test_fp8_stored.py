@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 from tiny_qwen2_vl_tower import config_of, model_of, save
 
-from tessera.errors import CheckpointError
-from tessera.kernels.tower_layers import Fp8Linear, gpu_kernels, requantized
+from tessera.errors import CheckpointError, ConfigError
+from tessera.kernels.tower_layers import Fp8Linear, gpu_kernels
 from tessera.models.registry import read_config
 from tessera.models.tower import load_tower
 from tessera.settings.stages import VisionSettings
@@ -107,27 +107,6 @@ def test_dequantized_and_quantized_again_the_codes_are_the_same(folder, largest)
         torch.testing.assert_close(again, weights[f"{name}.weight"], rtol=3e-7, atol=0, msg=name)
 
 
-def test_codes_come_back_bit_for_bit():
-    generator = torch.Generator().manual_seed(2)
-    codes = torch.randint(0, 127, (64, 96), generator=generator, dtype=torch.uint8)
-    codes |= torch.randint(0, 2, codes.shape, generator=generator, dtype=torch.uint8) << 7
-    codes[:, 0] = torch.arange(126, 62, -1, dtype=torch.uint8)  # the largest of its row
-    values = codes.view(E4M3).float()
-    values = torch.where(values.abs() > values[:, :1], values[:, :1], values)
-    scales = torch.rand(64, generator=generator) + 0.01
-    found, found_scales = requantized(values * scales[:, None])
-    shift = (scales / found_scales).log2()
-    torch.testing.assert_close(shift, shift.round(), rtol=0, atol=1e-5)  # a power of two
-    assert torch.equal(found.float(), values * 2 ** shift.round()[:, None])
-
-
-def test_what_is_no_e4m3_is_quantized_as_ever():
-    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-    values, scales = requantized(weight)
-    assert values.float().abs().amax(1).tolist() == [448.0] * 32
-    torch.testing.assert_close(scales, weight.abs().amax(1) / 448)
-
-
 def test_it_linears_in_fp8_unless_the_device_cannot(folder, monkeypatch, caplog):
     store_in_fp8(folder)
     config = read_config(folder)
@@ -145,6 +124,10 @@ def test_it_linears_in_fp8_unless_the_device_cannot(folder, monkeypatch, caplog)
     tower = serving_tower(config, VisionSettings("torch"))
     assert "it runs with its weights dequantized" in caplog.text
     assert not any(isinstance(module, Fp8Linear) for module in tower.modules())
+    with pytest.raises(
+        ConfigError, match=r"cosine with the unquantized tower's is 0\.\d+ .* must be 1\.1: set quantiz"
+    ):
+        serving_tower(config, VisionSettings("torch", quantization="fp8"))
 
 
 def test_a_projector_left_as_it_was_stays_so(folder):

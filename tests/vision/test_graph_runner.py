@@ -57,12 +57,6 @@ def test_a_forward_is_filled_up_to_the_next_size_and_split_above_the_largest(tow
     torch.testing.assert_close(rows, TorchRunner(tower).run(tiles(count)), atol=1e-5, rtol=1e-5)
 
 
-def test_the_largest_is_recorded_first_each_with_its_own_forward(tower):
-    asked = []
-    GraphRunner(tower, [1, 4, 2], lambda size: asked.append(size) or tower)
-    assert asked == [4, 2, 1]
-
-
 @pytest.mark.parametrize(("sizes", "beside"), [([1, 2, 4, 6], 4), ([1, 6], 1), ([1, 2, 4], 0), ([3], 0), ([6, 8], 0)])
 def test_the_smallest_may_run_beside_larger_ones_and_share_no_pixels_with_them(tower, sizes, beside):
     runner = GraphRunner(tower, sizes)
@@ -80,10 +74,3 @@ def test_rows_are_the_callers_to_keep(tower):
     second = runner.run(torch.from_numpy(tiles(2, seed=1)))
     assert torch.equal(first, kept)
     assert second.shape == (len(first) // 2, first.shape[1]) and not torch.equal(second, first[: len(second)])
-
-
-def test_memory_is_known_before_a_forward(tower):
-    rows = GraphRunner(tower, [2]).run(tiles(2))
-    assert GraphRunner(tower, [2]).activation_bytes(2) == rows.nbytes
-    plain = TorchRunner(tower)
-    assert plain.activation_bytes(6) == 3 * plain.activation_bytes(2) > 3 * rows.nbytes

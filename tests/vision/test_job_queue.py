@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -34,15 +35,14 @@ def priorities(entries):
     return [entry.job.priority for entry in entries]
 
 
-def test_one_priority_at_a_time_the_better_first(queue):
-    put(queue, 1, 0, 1, -2, 0)
+def test_the_better_first_equal_ones_in_order_and_one_priority_at_a_time(clock, queue):
+    dice = random.Random(0)
+    jobs = [SimpleNamespace(priority=dice.choice((-2, 0, 0, 0, 3)), number=number) for number in range(3 * MOST)]
+    queue.put(jobs)
     queue.close()
-    assert [priorities(queue.take()) for _ in range(4)] == [[-2], [0, 0], [1, 1], []]
-
-
-def test_equal_ones_go_in_order_a_batch_at_a_time(clock, queue):
-    queue.put([SimpleNamespace(priority=3, number=number) for number in range(MOST + 5)])
-    assert [entry.job.number for _ in range(2) for entry in queue.take()] == list(range(MOST + 5))
+    batches = list(iter(queue.take, []))
+    assert [entry.job for batch in batches for entry in batch] == sorted(jobs, key=lambda job: job.priority)
+    assert all(len(batch) <= MOST and len(set(priorities(batch))) == 1 for batch in batches)
 
 
 def test_nobody_is_passed_for_ever(clock, queue):

@@ -1,6 +1,9 @@
-"""Small forwards of Qwen2-VL's tower by static buffers: the plain forward's rows; on the CPU a replay computes."""
+"""Small forwards of Qwen2-VL's tower by static buffers: the plain forward's rows; on the CPU a replay computes. And
+what is measured, by kind of batch."""
 
 from __future__ import annotations
+
+from copy import deepcopy
 
 import pytest
 import torch
@@ -8,7 +11,11 @@ from tiny_qwen2_vl_tower import config_of, groups, picture, wires
 
 from tessera.kernels.attention_plan import AttentionPlan
 from tessera.kernels.tower_layers import PLAIN
+from tessera.kernels.tuning import MeasuredChoices
 from tessera.models.tower import load_tower
+from tessera.settings.stages import VisionSettings
+from tessera.vision import torch_runner
+from tessera.vision.torch_runner import TorchRunner
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
@@ -71,3 +78,47 @@ def test_rows_are_the_callers_to_keep(graphs):
     kept = first.clone()
     graphs(255 - pixels([(6, 8)]), wires([(6, 8)]))
     assert torch.equal(first, kept)
+
+
+class Scripted(MeasuredChoices):
+    """Calls nothing; says the last way, and what was asked."""
+
+    def __init__(self, path, clock=None):
+        super().__init__(path, clock)
+        self.asked: dict[str, list[str]] = {}
+
+    def fastest(self, question, ways):
+        self.asked[question] = list(ways)
+        return list(ways)[-1] if "mixed" in question else "default"
+
+
+def test_attention_is_chosen_for_pictures_of_one_size_and_for_others(tower, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some card")
+    monkeypatch.setattr("tessera.models.qwen2_vl.vision.Qwen2ViT.forward", lambda *_, **__: None)
+    choices = Scripted(tmp_path / "choices.json")
+    forward = deepcopy(tower).bfloat16().tuned(60, choices)  # too little for a graph
+    kernels = forward.keywords["kernels"]
+    equal, mixed = choices.asked
+    for question in (equal, mixed):
+        for named in ("240 patches", "2 heads of 80", "torch.bfloat16", "some card"):
+            assert named in question
+    assert {"cudnn", "flash"} <= set(choices.asked[equal]) and "cudnn" not in choices.asked[mixed]
+    built = []
+    monkeypatch.setattr("tessera.kernels.tower_attention.query_tiles", lambda *_: built.append(_) or [])
+    monkeypatch.setattr("tessera.kernels.tower_attention.to_device", lambda values, device: values)
+    kernels.attend_within([16, 16], DEVICE)
+    assert not built
+    kernels.attend_within([16, 20], DEVICE)
+    assert len(built) == 1
+
+
+def test_a_runner_of_graphs_has_its_kernels_measured_where_there_are_none(tmp_path, monkeypatch):
+    config, asked = config_of(tmp_path), []
+    tower = load_tower(config, random_weights=True)
+    monkeypatch.setattr(torch_runner, "serving_tower", lambda *_: tower)
+    monkeypatch.setattr(tower, "tuned", lambda cost, choices: asked.append(cost) or (lambda given, wires: given))
+    settings = VisionSettings("graph", infer_batch_size=2, dtype="bfloat16", device="cuda")
+    runner = TorchRunner.from_checkpoint(config, settings)
+    assert asked == [2 * 484] and torch.equal(runner.run(torch.ones(3)), torch.ones(3))
+    plain = TorchRunner.from_checkpoint(config, VisionSettings("torch", dtype="bfloat16", device="cuda"))
+    assert plain._forward is tower and len(asked) == 1

@@ -137,23 +137,6 @@ def test_the_deadline_travels_as_the_time_that_is_left(ways):
     release.set()
 
 
-def test_a_server_that_is_gone_is_named_and_found_again_when_it_is_back():
-    other = Other(lambda message, context: None)
-    dispatcher = RemoteDispatcher(f"grpc://127.0.0.1:{other.port}")
-    assert torch.equal(asked(dispatcher, Job()), ROWS)
-    other.server.stop(None).wait()
-    error = asked(dispatcher, Job())
-    assert isinstance(error, Unavailable) and f"127.0.0.1:{other.port}" in str(error)
-    other = Other(lambda message, context: None, other.port)
-    for _ in range(50):
-        if isinstance(outcome := asked(dispatcher, Job()), torch.Tensor):
-            break
-        time.sleep(0.1)
-    assert torch.equal(outcome, ROWS)
-    dispatcher.close()
-    other.server.stop(None)
-
-
 def test_jobs_under_way_are_failed_when_the_stage_ends(ways):
     entered, release = threading.Event(), threading.Event()
     _, dispatcher = ways(lambda message, context: (entered.set(), release.wait(10)))

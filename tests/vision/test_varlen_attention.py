@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from tessera.kernels.attention_plan import AttentionPlan, query_tiles
+from tessera.kernels.attention_plan import AttentionPlan
 from tessera.kernels.tower_attention import attend_in_triton, attend_within
 from tessera.kernels.tower_layers import PLAIN, gpu_kernels, varlen_backends
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
 from tessera.kernels.rotary import turn_heads
-from tessera.kernels.varlen_attention import parts_of, varlen_attention
+from tessera.kernels.varlen_attention import parts_of
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -58,27 +57,6 @@ def test_a_neighbours_not_a_numbers_stay_there(length):
     actual = attend_in_triton(lengths, DEVICE, PLAN)(*qkv.unbind(1))
     torch.testing.assert_close(torch.cat((actual[:length], actual[length + 20 :])), expected, rtol=1e-5, atol=1e-5)
     assert actual[length : length + 20].isnan().all()
-
-
-def test_tiles_cover_each_picture_once_the_longest_first():
-    assert query_tiles([4, 70, 1], 32).tolist() == [[4, 4, 74], [36, 4, 74], [68, 4, 74], [0, 0, 4], [74, 74, 75]]
-    lengths = np.random.default_rng(0).integers(1, 300, 50)
-    tiles = query_tiles(lengths, 64)
-    covered = np.concatenate([np.arange(first, min(first + 64, end)) for first, _, end in tiles])
-    assert sorted(covered) == list(range(lengths.sum()))
-    assert (np.diff((tiles[:, 2] - tiles[:, 1] - 1) // 64) <= 0).all()
-
-
-def test_tiles_that_fill_up_a_recorded_launch_do_nothing():
-    qkv, lengths = heads_of(20, 2, 16), [12, 8]
-    tiles = torch.from_numpy(query_tiles(lengths, PLAN.rows)).to(DEVICE)
-    more = torch.cat((tiles, torch.full((3, 3), 20, dtype=torch.int32, device=DEVICE)))
-    assert torch.equal(varlen_attention(*qkv.unbind(1), more, PLAN), varlen_attention(*qkv.unbind(1), tiles, PLAN))
-
-
-@pytest.mark.parametrize(("size", "parts"), [(16, (16, 0)), (80, (64, 16)), (96, (64, 32)), (128, (128, 0))])
-def test_a_head_size_in_parts(size, parts):
-    assert parts_of(size) == parts
 
 
 @pytest.mark.parametrize("size", [8, 20, 72, 112])

@@ -13,7 +13,6 @@ from tiny_checkpoints import Shape, hf_native
 
 from tessera.errors import ConfigError
 from tessera.models.registry import read_config
-from tessera.models.tower import load_tower
 from tessera.settings.stages import VisionSettings
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.memory import EmbeddingCache, RowBudget
@@ -61,14 +60,6 @@ def test_a_checkpoint_loads_with_enough_and_not_with_less(config):
     with pytest.raises(ConfigError, match=r"of 2 tiles needs .* MiB \(weights .*, rows .* MiB\); raise gpu_memory"):
         VisionEncoder.from_checkpoint(config, replace(settings, memory_bytes=least - 1))
     assert VisionEncoder.from_checkpoint(config, replace(settings, memory_bytes=0)).budget.capacity is None
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_are_counted_from_shapes_alone(config, dtype):
-    tower = load_tower(config, getattr(torch, dtype))
-    held = sum(parameter.nbytes for parameter in tower.parameters())
-    # Layer scales are folded away after loading.
-    assert held <= weight_bytes(config, VisionSettings(runner="torch", dtype=dtype)) <= 1.01 * held
 
 
 def cache_of(rows: int) -> EmbeddingCache:

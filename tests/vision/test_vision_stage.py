@@ -40,19 +40,14 @@ def stage(backend, monkeypatch):
 
 
 def test_what_preprocess_cuts_is_known_here_too(stage, monkeypatch):
-    told = []
-    started = vision.local_scheduler
-    monkeypatch.setattr(
-        vision,
-        "local_scheduler",
-        lambda checkpoint, settings: (told.append(settings.tile_policy), started(checkpoint, settings))[1],
-    )
-    for said in (None, "native", "0"):
-        monkeypatch.delenv("TESSERA_PREPROCESS_TILE_POLICY", raising=False)
-        if said:
-            monkeypatch.setenv("TESSERA_PREPROCESS_TILE_POLICY", said)
-        stage()
-    assert told == [None, "native", None]
+    def told(checkpoint, settings):
+        raise InterruptedError(settings.tile_policy)
+
+    monkeypatch.setattr(vision, "local_scheduler", told)
+    for said, policy in (("native", "native"), ("0", None)):
+        monkeypatch.setenv("TESSERA_PREPROCESS_TILE_POLICY", said)
+        with pytest.raises(InterruptedError, match=f"^{policy}$"):
+            stage()
 
 
 @pytest.mark.parametrize(("model", "priority"), [("default_model", None), ("document_model", "1")])

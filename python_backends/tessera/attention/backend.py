@@ -154,14 +154,7 @@ class AttentionBackend(ABC):
         A CUDA graph may hold it: whatever stands in them at a replay counts. A sequence of context 0 is a dummy, and
         its slot is -1. Raises ConfigError in backends that need to know the numbers beforehand.
         """
-        raise self._no_graphs()
-
-    def static_pieces(self, most_sequences: int, most_tokens: int, most_blocks: int) -> Any:
-        """`triton_backend.StaticPieces` for the spans of a step. Raises ConfigError as :meth:`captured_plan`."""
-        raise self._no_graphs()
-
-    def _no_graphs(self) -> ConfigError:
-        return ConfigError(
+        raise ConfigError(
             f"engine: attention {type(self).__name__} cannot run in CUDA graphs; set graph_batch_size to 0"
         )
 

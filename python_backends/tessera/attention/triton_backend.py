@@ -109,9 +109,6 @@ class TritonBackend(AttentionBackend):
         most = min(blocks.shape[0] * self.storage.block_size, _USUAL_CONTEXT)
         return _Plan(_Singles(context, blocks, self._splits(len(context), most)), None)
 
-    def static_pieces(self, most_sequences: int, most_tokens: int, most_blocks: int) -> StaticPieces:
-        return StaticPieces(self, most_sequences, most_tokens, most_blocks)
-
     def attend(self, layer: int, qkv: torch.Tensor | Unfinished, step: AttentionStep) -> torch.Tensor:
         """Rotates the queries in ``qkv`` itself."""
         heads, kv_heads = self.shape.heads, self.shape.kv_heads

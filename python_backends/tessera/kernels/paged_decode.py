@@ -100,10 +100,10 @@ def decode_attention(
     context: torch.Tensor,
     scale: float,
     splits: int,
-    out: torch.Tensor | None = None,
+    out: torch.Tensor,
     plan: AttentionPlan = DEFAULT_PLAN,
 ) -> torch.Tensor:
-    """q [s, heads, head_dim], its rows any stride apart -> the same shape and dtype, in ``out`` if that is given.
+    """q [s, heads, head_dim], its rows any stride apart -> ``out``, the same shape and dtype.
 
     ``blocks`` integer [most, s], most >= 1: block j of sequence i is blocks[j, i]; ``context`` integer [s]: query i
     sees positions [0, context[i]), and where that is 0 its row is 0 and the cache is not read. ``splits`` is a power of
@@ -112,8 +112,6 @@ def decode_attention(
     ValueError for what :func:`check_cache` refuses. The method is flash decoding (Dao et al., 2023).
     """
     sequences, heads, head_dim = q.shape
-    if out is None:
-        out = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=q.device)
     if not 1 <= splits <= MAX_SPLITS or splits & (splits - 1):
         raise ValueError(f"splits {splits} is no power of two up to {MAX_SPLITS}")
     partial, weights = None, None

@@ -53,7 +53,7 @@ def prefill_attention(
 
     ``rows``, ``counts``, ``contexts`` integer [p]: piece i's queries are the packed rows [rows[i], rows[i] + counts[i])
     and stand at the last counts[i] of positions [0, contexts[i]); each sees its own position and those before it.
-    ``blocks`` integer [most, p]: block j of piece i is blocks[j, i]. ``tiles`` integer [t, 2], contiguous, is
+    ``blocks`` integer [most, p]: block j of piece i is blocks[j, i]. ``tiles`` integer [t, 2], contiguous, t >= 1, is
     :func:`prefill_tiles` with ``rows // group`` of the same plan, or of :func:`default_plan`; tiles behind a piece's
     end do nothing. ``scale`` is positive. Rows of no piece are left as they are.
     ValueError for what :func:`check_cache` refuses. The method is FlashAttention-2 (Dao, 2023).
@@ -62,9 +62,8 @@ def prefill_attention(
     given = cache_arguments(q, cache, blocks, out, scale)
     if not tiles.is_contiguous():
         raise ValueError("tiles are not contiguous")
-    if len(tiles):
-        pieces = {"rows": rows, "counts": counts, "contexts": contexts, "tiles": tiles}
-        _prefill_kernel[(len(tiles) * cache.keys.shape[2],)](**pieces, **given, **plan.launch)
+    pieces = {"rows": rows, "counts": counts, "contexts": contexts, "tiles": tiles}
+    _prefill_kernel[(len(tiles) * cache.keys.shape[2],)](**pieces, **given, **plan.launch)
     return out
 
 

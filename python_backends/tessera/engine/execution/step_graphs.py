@@ -14,7 +14,7 @@ sampling run as usual: their sizes differ from step to step.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from tessera.engine.execution.sampler import greedy
 from tessera.kernels.graphs import GraphPool
 from tessera.kernels.transfer import load
 from tessera.models.text.decoder import Qwen2
-
-if TYPE_CHECKING:
-    from tessera.attention.triton_backend import StaticPieces
 
 _SLOTS, _ROPE_LENGTHS, _POSITIONS = range(3)
 _OF_DECODING = 3  # rows behind these: ids, their source, contexts
@@ -151,11 +148,15 @@ class PromptGraphs(_StepGraphs):
     def __init__(
         self, model: Qwen2, attention: AttentionBackend, sizes: list[int], most_sequences: int, most_blocks: int
     ) -> None:
+        # Only our own kernels read plans from static memory, and triton need not be there without graphs.
+        from tessera.attention.triton_backend import StaticPieces, TritonBackend
+
+        assert isinstance(attention, TritonBackend)
         most = max(sizes)
         super().__init__(model, attention, most, 0, min(most, most_sequences))
         self._most_blocks = min(most_blocks, -(-_MOST_CONTEXT // attention.storage.block_size))
         self._most_sequences = most_sequences
-        self._pieces: StaticPieces = attention.static_pieces(most_sequences, most, self._most_blocks)
+        self._pieces = StaticPieces(attention, most_sequences, most, self._most_blocks)
         self._x = self._hidden.new_zeros((most, model.config.row_size))
         self._graphs = GraphPool("prompt graphs", sizes, self._run, self._device)
         self._graphs.record(self._fill_with_dummies)

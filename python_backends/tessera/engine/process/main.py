@@ -1,7 +1,4 @@
-"""The engine's own process: serves one stage (`client.py`) until it says stop or is gone.
-
-Steps an engine for as long as it runs, whatever a step does.
-"""
+"""The engine's own process: serves one stage (`client.py`) until it says stop or is gone."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -26,21 +22,37 @@ from tessera.errors import TesseraError, end_process_if_lost
 _LOG = logging.getLogger(__name__)
 # So soon the thread that steps gets the interpreter back from the one that listens; Python's 5 ms are a step.
 SWITCH_S = 0.0005
+_IDLE_SECONDS = 5.0
 
 
 class EngineServer:
-    """Listens on a thread of its own and steps on the caller's."""
+    """Listens on a thread of its own and, on the caller's, steps while there is work.
+
+    A step that raises ends the requests it may have seen with reason "error"; those that come after are served. If it
+    cost the GPU, the process ends.
+    """
 
     def __init__(self, wire: messages.Wire, engine: Engine, slab: torch.Tensor | None) -> None:
         self._wire = wire
         self._engine = engine
         self._slab = slab
-        self._loop = StepLoop(engine, self._tell)
+        self._wake = threading.Event()
+        self._stopping = False
         self._grammars = GrammarLane(engine.constraints, self._take, self._tell)
 
     def serve(self) -> None:
+        """Returns after the stage's Stop; nothing is told afterwards."""
         threading.Thread(target=self._listen, name="listen", daemon=True).start()
-        self._loop.run()
+        checked = False
+        while not self._stopping:
+            self._wake.clear()  # before looking, so that whatever comes later wakes us
+            if self._engine.has_work():
+                self._tell(self._step())
+                checked = False
+            elif not self._wake.wait(None if checked else _IDLE_SECONDS):
+                self._check_books()
+                checked = True
+        self._tell(self._engine.close("the language model is stopping"))
         self._slab = None  # CUDA tells the stage that nobody reads it any more
 
     def _listen(self) -> None:
@@ -53,7 +65,24 @@ class EngineServer:
             _LOG.exception("a message of the stage could not be understood")
             logging.shutdown()
             os._exit(1)
-        self._loop.stop()
+        self._stopping = True
+        self._wake.set()
+
+    def _step(self) -> Progress:
+        try:
+            return self._engine.step()
+        except Exception:
+            _LOG.exception("a step of the language model failed")
+            end_process_if_lost()
+            return self._engine.fail_all("a step failed; the server's log says why")
+
+    def _check_books(self) -> None:
+        """Idle is the time to look for leaked blocks; books found wrong are begun again."""
+        try:
+            self._engine.scheduler.check()
+        except AssertionError:
+            _LOG.exception("the books of the key/value cache were wrong and are begun again")
+            self._tell(self._engine.fail_all("the key/value cache had to be cleared"))
 
     def _hear(self, message: Any) -> None:
         if isinstance(message, messages.Submit):
@@ -67,7 +96,7 @@ class EngineServer:
         elif isinstance(message, messages.Cancel):
             if not self._grammars.cancel(message.number, message.reason):
                 self._engine.cancel(message.number, message.reason)
-                self._loop.wake()
+                self._wake.set()
         elif isinstance(message, messages.Count):
             self._wire.send(messages.Counts(self._engine.metrics.snapshot()))
         else:
@@ -77,7 +106,7 @@ class EngineServer:
         try:
             rows = None if message.rows is None else self._opened(message.rows)
             self._engine.submit(replace(message.request, embeddings=rows))
-            self._loop.wake()
+            self._wake.set()
         except TesseraError as error:
             self._tell(Progress.refused(message.request.number, error))
         except Exception:
@@ -115,60 +144,6 @@ def main() -> None:
     # Whatever else still runs (a step that waits for a GPU) must not keep the process.
     logging.shutdown()
     os._exit(0)
-
-
-_IDLE_SECONDS = 5.0
-
-
-class StepLoop:
-    """Steps ``engine`` while it has work and gives what came of each step to ``tell``, which must be quick.
-
-    A step that raises ends the requests it may have seen with reason "error"; those that come after are served. If it
-    cost the GPU, the process ends. Other threads submit and cancel at the engine and then :meth:`wake` the loop.
-    """
-
-    def __init__(self, engine: Engine, tell: Callable[[Progress], None]) -> None:
-        self._engine = engine
-        self._tell = tell
-        self._wake = threading.Event()
-        self._stopping = False
-
-    def wake(self) -> None:
-        self._wake.set()
-
-    def stop(self) -> None:
-        """Lets :meth:`run` end all requests with reason "error" and return."""
-        self._stopping = True
-        self._wake.set()
-
-    def run(self) -> None:
-        """Returns after :meth:`stop`; nothing is told afterwards."""
-        checked = False
-        while not self._stopping:
-            self._wake.clear()  # before looking, so that whatever comes later wakes us
-            if self._engine.has_work():
-                self._tell(self._step())
-                checked = False
-            elif not self._wake.wait(None if checked else _IDLE_SECONDS):
-                self._check_books()
-                checked = True
-        self._tell(self._engine.close("the language model is stopping"))
-
-    def _step(self) -> Progress:
-        try:
-            return self._engine.step()
-        except Exception:
-            _LOG.exception("a step of the language model failed")
-            end_process_if_lost()
-            return self._engine.fail_all("a step failed; the server's log says why")
-
-    def _check_books(self) -> None:
-        """Idle is the time to look for leaked blocks; books found wrong are begun again."""
-        try:
-            self._engine.scheduler.check()
-        except AssertionError:
-            _LOG.exception("the books of the key/value cache were wrong and are begun again")
-            self._tell(self._engine.fail_all("the key/value cache had to be cleared"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The scheduler's rules, one function or class each, with the figure that each has earned and a switch in `Rules`.
 
 W1, W4a and the other workloads: docs/figures.md. What was measured how, and against what: docs/gpu.md. ``make bench
-NAME=scheduler ARGS="--without even_steps"`` and ``NAME=scheduler_jobs`` simulate a rule's absence without a GPU.
+NAME=scheduler ARGS="--without even_steps"`` simulates a rule's absence without a GPU.
 """
 
 from __future__ import annotations
