@@ -201,7 +201,7 @@ class Turns:
             self._take(priority, key, cost)
         else:
             await self._wait(priority, key, cost)
-        scope[TURN] = partial(self._end, priority, key, cost)
+        scope[TURN] = partial(self._give_back, priority, key, cost)
         held = self._held[priority]
         most = max(places / each.share for each, places in held.items())
         return priority - (MUCH_LESS * held[key] / key.share <= most)
@@ -248,11 +248,8 @@ class Turns:
         self._free -= cost
         self._held[priority][key] += cost
 
-    def _end(self, priority: int, key: Key, cost: int) -> None:
-        self._asked[key] = self._clock()
-        self._give_back(priority, key, cost)
-
     def _give_back(self, priority: int, key: Key, cost: int) -> None:
+        self._asked[key] = self._clock()
         self._free += cost
         held = self._held[priority]
         held[key] -= cost

@@ -11,7 +11,7 @@ import asyncio
 import ipaddress
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 
 import httpx
 
@@ -22,9 +22,6 @@ PORTS = {"http": 80, "https": 443}
 GLOBAL_IPV6 = ipaddress.IPv6Network("2000::/3")  # all that was ever given out; Python calls unused ranges global too
 CARRY_IPV4 = (ipaddress.IPv6Network("2002::/16"), ipaddress.IPv6Network("2001::/32"))  # 6to4 and Teredo, within it
 HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "tessera-gateway"}
-
-Resolve = Callable[[str, int], Awaitable[list[str]]]
-"""(host, port) -> its IP addresses."""
 
 
 async def resolve(host: str, port: int) -> list[str]:
@@ -48,20 +45,11 @@ class Fetcher:
     Args:
         max_bytes: of all pictures of a request together.
         seconds: for all pictures of a request together.
-        resolve, is_public: replaced in tests.
     """
 
-    def __init__(
-        self,
-        hosts: Iterable[str],
-        max_bytes: int,
-        seconds: float = 15.0,
-        resolve: Resolve = resolve,
-        is_public: Callable[[str], bool] = is_public,
-    ) -> None:
+    def __init__(self, hosts: Iterable[str], max_bytes: int, seconds: float = 15.0) -> None:
         self._hosts = frozenset(host.lower() for host in hosts)
         self._max_bytes, self._seconds = max_bytes, seconds
-        self._resolve, self._is_public = resolve, is_public
         self._tls = ssl.create_default_context() if self._hosts else None
 
     async def fetch(self, urls: Iterable[tuple[str, str]]) -> dict[str, bytes]:
@@ -112,8 +100,8 @@ class Fetcher:
         usual = port == PORTS[target.scheme]
         if f"{host}:{port}" not in self._hosts and not (usual and host in self._hosts):
             raise _Refused(f"pictures are not fetched from {host}:{port}; send a data: URL (--fetch-from names hosts)")
-        found = await self._resolve(host, port or 0)
-        if not found or not all(map(self._is_public, found)):
+        found = await resolve(host, port or 0)
+        if not found or not all(map(is_public, found)):
             raise _Refused(f"{host} has an address that is not public")
         headers = HEADERS | {"Host": target.netloc.decode("ascii")}
         return target.copy_with(host=found[0]), headers

@@ -7,8 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from batch_files import client_of
-from gateway_doubles import Asked, served
+from gateway_doubles import Asked, client_of, served
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
-"""A gateway before a scripted transport: asked in this process, or over a real port by real clients."""
+"""A gateway before a scripted transport: asked in this process, or over a port by real clients; and its batches."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import uvicorn
 from clients.fake_transport import FakeTransport
 from fastapi import FastAPI
+from openai.types import Batch
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 from starlette.applications import Starlette
@@ -133,7 +136,7 @@ def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
-def answers(url: str) -> bool:
+def is_there(url: str) -> bool:
     """Whether a gateway is there."""
     try:
         return httpx.get(f"{url}/v1/models", timeout=5, trust_env=False).status_code == 200
@@ -162,3 +165,50 @@ def collecting() -> Iterator[tuple[str, dict[str, Any]]]:
 
     with listening(Starlette(routes=[Route("/v1/traces", collect, methods=["POST"])])) as address:
         yield address, received
+
+
+def client_of(address: str) -> openai.OpenAI:
+    """OpenAI's client of a gateway, which tries once."""
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+
+
+def line(custom_id: str, text: str = "", **body: Any) -> str:
+    """A line that asks one question."""
+    asked = {"model": "vlm", "messages": [{"role": "user", "content": [{"type": "text", "text": text or custom_id}]}]}
+    return json.dumps(
+        {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": {**asked, **body}}
+    )
+
+
+def upload(client: openai.OpenAI, *lines: str) -> str:
+    """The id of a file of these lines."""
+    return client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch").id
+
+
+def create(client: openai.OpenAI, *lines: str, **options: Any) -> Batch:
+    """A batch of these lines."""
+    fields: dict[str, Any] = {"endpoint": "/v1/chat/completions", "completion_window": "24h", **options}
+    return client.batches.create(input_file_id=upload(client, *lines), **fields)
+
+
+def over(client: openai.OpenAI, batch: Batch, seconds: float = 30.0) -> Batch:
+    """The batch when nothing more becomes of it."""
+
+    def now() -> Batch:
+        return client.batches.retrieve(batch.id)
+
+    until(lambda: now().status in ("completed", "failed", "cancelled", "expired"), seconds)
+    return now()
+
+
+def rows(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    """The lines of a file of results; of none where there is no file."""
+    return [json.loads(row) for row in client.files.content(file_id).text.splitlines()] if file_id else []
+
+
+def answers(client: openai.OpenAI, batch: Batch) -> dict[str, str]:
+    """The answers' texts by custom_id, of which none stands twice."""
+    found = rows(client, batch.output_file_id)
+    texts = {row["custom_id"]: row["response"]["body"]["choices"][0]["message"]["content"] for row in found}
+    assert len(texts) == len(found)
+    return texts

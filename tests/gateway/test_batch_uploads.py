@@ -16,17 +16,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from batch_files import answers, client_of, create, line, over
 from clients.fake_transport import FakeTransport
 from fakes.answering_server import AnsweringServer
-from gateway_doubles import Asked, listening, until
+from gateway_doubles import Asked, answers, client_of, create, line, listening, over, until
 from hypothesis import given
 from hypothesis import strategies as some
 from python_multipart.exceptions import FormParserError
 
 from tessera_gateway.batches import database, routes, runner, service
-from tessera_gateway.batches.files import Files
-from tessera_gateway.batches.jobs import Jobs
+from tessera_gateway.batches.jobs import Files, Jobs
 from tessera_gateway.batches.routes import Form
 from tessera_gateway.errors import ApiError
 from tessera_gateway.settings import Settings

@@ -1,26 +1,30 @@
-"""Batches by OpenAI's own client over a real port; the servers behind the gateway play a script."""
+"""Batches by OpenAI's own client over a real port; the servers behind the gateway play a script.
+
+And a gateway's process that is killed in the middle of a batch.
+"""
 
 from __future__ import annotations
 
 import json
+import signal
 import sqlite3
+import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from batch_files import answers, client_of, create, line, over, rows, upload
 from clients.fake_transport import FakeTransport, Hang
 from fakes.answering_server import PROBE, AnsweringServer, question
-from gateway_doubles import Asked, served, until
+from gateway_doubles import Asked, answers, client_of, create, line, over, rows, served, started, until, upload
 
 from tessera_client import ConnectionFailed, InvalidRequest, Unavailable
 from tessera_gateway import translation
-from tessera_gateway.batches import files, jobs, runner, service
+from tessera_gateway.batches import jobs, runner, service
 from tessera_gateway.batches.database import Database
-from tessera_gateway.batches.jobs import Jobs
 from tessera_gateway.errors import ApiError
 from tessera_gateway.settings import Settings
 from tessera_jobs import asker
@@ -161,7 +165,6 @@ def test_what_no_batch_can_be_made_of(serve: Serve) -> None:
         ({"endpoint": "/v1/embeddings"}, "endpoint: Input should be"),
         ({"completion_window": "1 week"}, "completion_window: "),
         ({"completion_window": "0h"}, "completion_window: "),
-        ({"metadata": {"a": 1}}, "metadata.a: "),
         ({"metadata": {str(number): "" for number in range(17)}}, "at most 16"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, "output_expires_after is not known"),
     ]
@@ -225,32 +228,10 @@ def test_a_server_that_is_away_or_busy_costs_no_answer(serve: Serve, error: Exce
     assert answers(client, batch) == {name: f"answer to {name}" for name in "abcde"} and batch.error_file_id is None
 
 
-def test_a_start_goes_on_with_what_was_checked_and_what_is_over(serve: Serve, tmp_path: Path) -> None:
-    """As a gateway leaves it that was killed while it checked the lines."""
-    (tmp_path / "batches").mkdir()
-    database = Database(tmp_path / "batches")
-    room = files.Files(database)
-    key = room.begin("in.jsonl", files.UPLOADED)
-    names = [f"{number}" for number in range(2 * files.SLICE_LINES)]
-    room.append(key, list(enumerate((line(name).encode() + b"\n" for name in names), 1)))
-    todo = Jobs(database, room)
-    fields = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
-    batch = todo.create(jobs.NewBatch(input_file_id=room.finish(key)["id"], **fields))  # type: ignore[arg-type]
-    assert todo.check(1) and todo.find(batch["id"])["total"] == files.SLICE_LINES
-    answered = {"choices": [{"message": {"content": "before"}}]}
-    for _ in range(2):  # the second comes too late
-        todo.write(1, 2, True, jobs.result("1", {"body": answered}, None))
-    database.close()
-    server = AnsweringServer()
-    client = serve(server)
-    whole = answers(client, over(client, client.batches.retrieve(batch["id"])))
-    assert list(whole) == names and whole["1"] == "before" and sorted(server.asked) == sorted({*names} - {"1"})
-
-
 def test_deleted_and_unfinished_files_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Database(tmp_path)) as database:
-        room = files.Files(database)
-        kept, cut, gone = (room.begin("in.jsonl", files.UPLOADED) for _ in range(3))
+        room = jobs.Files(database)
+        kept, cut, gone = (room.begin("in.jsonl", jobs.UPLOADED) for _ in range(3))
         for key in (kept, cut, gone):
             room.append(key, [(1, b"x\n"), (2, b"y")])
         name = room.finish(kept)["id"]
@@ -258,7 +239,7 @@ def test_deleted_and_unfinished_files_leave_nothing(tmp_path: Path, monkeypatch:
         while room.sweep():
             pass
         assert {row["file"] for row in database.all("SELECT file FROM lines")} == {kept, cut}
-        monkeypatch.setattr(files, "STALE_S", -1)
+        monkeypatch.setattr(jobs, "STALE_S", -1)
         while room.sweep():
             pass
         with pytest.raises(ApiError, match="stood still"):  # it went on after all, and would lack its beginning
@@ -283,3 +264,68 @@ def test_without_a_folder_the_option_is_named() -> None:
     for method, path in [("GET", "batches"), ("POST", "batches"), ("POST", "files"), ("GET", "files/x/content")]:
         answer = door(method, f"/v1/{path}")
         assert answer.status_code == 501 and "--batch-folder" in answer.json()["error"]["message"]
+
+
+PROGRAM = """
+import json, os, signal, sys, threading
+from clients.fake_transport import FakeTransport, final
+from tessera_client import client
+from tessera_client.transports.base import Sent
+from tessera_gateway.batches import service
+from tessera_gateway.batches.jobs import Jobs
+from tessera_gateway.cli import gateway_main
+
+folder, kill_at = os.environ["FOLDER"], int(os.environ["KILL_AT"])
+log = os.open(folder + "/asked", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+class Killing(FakeTransport):
+    "Answers out of order, by threads; its process dies at the request of that number."
+    def send(self, request, request_id, timeout, deliver):
+        text = json.loads(request.messages)[-1]["content"][0]["text"]
+        with self._lock:
+            self.requests.append(text)
+            os.write(log, f"{text}\\n".encode())
+            if len(self.requests) == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        def answer():
+            deliver(final(f"answer to {text}"))
+            deliver(None)
+        threading.Timer(len(self.requests) % 3 * 0.002, answer).start()
+        return Sent(lambda: None, lambda: None)
+
+class Half(Jobs):
+    "Its process dies when some of the lines have been checked."
+    def check(self, key):
+        return super().check(key) and os.kill(os.getpid(), signal.SIGKILL)
+
+client.open_transport = lambda url, models: Killing()
+if kill_at == 1:
+    service.Jobs = Half
+sys.exit(gateway_main([*sys.argv[1:], "--workers", "1", "--batch-folder", folder, "--batch-concurrency", "8"]))
+"""
+
+
+def test_no_id_is_lost_or_answered_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(kill_at: int) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
+        monkeypatch.setenv("KILL_AT", str(kill_at))
+        return started(program=("-c", PROGRAM))
+
+    monkeypatch.setenv("FOLDER", str(tmp_path))
+    names = [f"r{number}" for number in range(300)]
+    lines = [line(name) for name in names]
+    lines[150] = "nonsense"
+    # Of two on a folder the second goes on where the first is killed, within the checks; and a new one where both are.
+    with killed(1) as (first, address), killed(80) as (second, _), client_of(address) as client:
+        batch = create(client, *lines)
+        assert first.wait(60) == second.wait(60) == -signal.SIGKILL
+    with killed(0) as (_, address), client_of(address) as client:
+        batch = over(client, client.batches.retrieve(batch.id))
+        found, failed = answers(client, batch), rows(client, batch.error_file_id)
+    assert found == {name: f"answer to {name}" for name in names if name != "r150"}
+    assert list(found) == [name for name in names if name in found]  # in the order of the lines
+    assert [row["error"]["message"][:8] for row in failed] == ["line 151"]
+    counts = batch.request_counts
+    assert counts is not None and (counts.total, counts.completed, counts.failed) == (300, 299, 1)
+    # What was over before a kill is not asked again: twice only what was under way.
+    asked = Counter((tmp_path / "asked").read_text().split())
+    assert sum(asked.values()) - 299 <= 2 * 8 and set(asked) == set(found)

@@ -1,21 +1,26 @@
-"""What a connection may send, how much of it and how slowly, before anybody looks at a key."""
+"""What a connection may send, how much of it and how slowly; and its end, when the gateway is told to stop."""
 
 from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import parse_headers
 from typing import Any
 
+import gateway_doubles
 import httpx
 import pytest
-from clients.fake_transport import FakeTransport, Hang
-from gateway_doubles import ASKED, Asked, answers, gateway, listening, started, until
+import uvicorn
+from clients.fake_transport import FakeTransport, Hang, final
+from gateway_doubles import ASKED, Asked, gateway, is_there, listening, started, stoppable, until
 
 from tessera_client import Delta
+from tessera_client.transports.base import Sent
 from tessera_gateway import cli, connections
 from tessera_gateway.settings import Settings
 
@@ -88,9 +93,8 @@ class Served:
 
 @contextmanager
 def serving(*script: Any, **settings: Any) -> Iterator[Served]:
-    asked = Asked(FakeTransport(script), Settings(**settings))
-    with listening(asked.app) as address:
-        served = Served(asked, address)
+    with gateway_doubles.served(*script, **settings) as door:
+        served = Served(*door)
         yield served
         for line in served.lines:
             line.close()
@@ -300,17 +304,14 @@ def test_one_that_stops_reading_has_gone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert door.app.state.counters.total('requests_total{status="499"}') == 1
 
 
-def test_a_client_that_asks_whether_to_send_its_body() -> None:
-    expecting = SIZED[:-2] + b"Expect: 100-continue\r\n\r\n"
-    with serving() as served:
-        line = served.line()
-        line.send(expecting)
-        assert line.answer()[0] == 100
-        line.send(BODY)
-        assert line.answer()[0] == 200
-        large = served.line()
-        large.send(expecting.replace(b"%d" % len(BODY), b"999999999"))
-        assert large.refusal() == (413, "body_too_large")
+def test_a_client_that_asks_whether_to_send_its_body(served: Served) -> None:
+    line, large = served.line(), served.line()
+    line.send(SIZED[:-2] + b"Expect: 100-continue\r\n\r\n")
+    assert line.answer()[0] == 100
+    line.send(BODY)
+    assert line.answer()[0] == 200
+    large.send(POST + b"Content-Length: 999999999\r\nExpect: 100-continue\r\n\r\n")
+    assert large.refusal() == (413, "body_too_large")
 
 
 @pytest.mark.parametrize("to", [b"websocket", b"h2c"])
@@ -396,4 +397,50 @@ def test_without_room_for_another_connection_the_others_go_on() -> None:
         assert lines[0].answer()[0] == 200 and lines[-1].ended()
         for line in lines:
             line.close()
-        until(lambda: answers(url))
+        until(lambda: is_there(url))
+
+
+@contextmanager
+def draining(fake: FakeTransport, drain_s: float) -> Iterator[tuple[Asked, uvicorn.Server, httpx.Client]]:
+    asked = Asked(fake, Settings(drain_s=drain_s))
+    with stoppable(asked.app, "info", 60) as (server, url), httpx.Client(base_url=url, trust_env=False) as http:
+        yield asked, server, http
+
+
+def test_a_stream_ends_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:
+    fake = FakeTransport([[Delta("The "), Hang()], [Hang()]])
+    with draining(fake, 0.05) as (asked, server, http), ThreadPoolExecutor() as threads:
+        with http.stream("POST", "/v1/chat/completions", json={**ASKED, "stream": True}) as stream:
+            lines = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
+            assert json.loads(next(lines))["choices"][0]["delta"]["role"] == "assistant"
+            whole = threads.submit(http.post, "/v1/chat/completions", json=ASKED)
+            until(lambda: len(fake.requests) == 2)
+            server.should_exit = True
+            *_, event, done = lines
+        assert json.loads(event)["error"] == {
+            "message": "the gateway is stopping", "type": "server_error", "param": None, "code": "server_unavailable",
+        }  # fmt: skip
+        assert done == "[DONE]"
+        assert (whole.result().status_code, whole.result().headers["retry-after"]) == (503, "1")
+    assert asked.app.state.counters.total('requests_total{status="503"}') == 2
+    assert len(fake.cancelled) == 2  # the servers know
+    assert not [record for record in caplog.records if record.exc_info or "Traceback" in record.getMessage()]
+
+
+def test_an_answer_under_way_may_end() -> None:
+    go_on = threading.Event()
+
+    class Slow(FakeTransport):
+        def send(self, request: Any, request_id: str, timeout: Any, deliver: Any) -> Sent:
+            deliver(Delta("It is "))
+            threading.Thread(target=lambda: go_on.wait(30) and (deliver(final("done")), deliver(None))).start()
+            return Sent(lambda: None, lambda: None)
+
+    asked = {**ASKED, "stream": True}
+    with draining(Slow(), 30) as (_, server, http), http.stream("POST", "/v1/chat/completions", json=asked) as stream:
+        lines = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
+        next(lines)
+        server.should_exit = True
+        until(lambda: not is_there(str(http.base_url)))  # it listens no more
+        go_on.set()
+        assert list(lines)[-1] == "[DONE]"

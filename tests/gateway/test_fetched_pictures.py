@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from gateway_doubles import gateway, stoppable
@@ -18,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+from tessera_gateway import pictures_from
 from tessera_gateway.errors import ApiError
 from tessera_gateway.pictures_from import Fetcher, is_public
 
@@ -52,11 +54,12 @@ async def here(_: str, __: int) -> list[str]:
     return ["127.0.0.1"]
 
 
-def fetch(hosts: list[str], *urls: str, public: bool = True, limit: int = 1 << 20, **options: Any) -> dict[str, bytes]:
-    """With a name service that knows this machine alone."""
-    resolve = options.pop("resolve", here)
-    fetcher = Fetcher(hosts, limit, resolve=resolve, is_public=lambda _: public, **options)
-    return asyncio.run(fetcher.fetch([(url, f"messages[{i}]") for i, url in enumerate(urls)]))
+def fetch(hosts: list[str], *urls: str, limit: int = 1 << 20, seconds: float = 15.0, **known: Any) -> dict[str, bytes]:
+    """With a name service that knows this machine alone, which counts as public."""
+    known = {"resolve": here, "is_public": lambda _: True, **known}
+    with mock.patch.multiple(pictures_from, **known):
+        fetcher = Fetcher(hosts, limit, seconds)
+        return asyncio.run(fetcher.fetch([(url, f"messages[{i}]") for i, url in enumerate(urls)]))
 
 
 def refusal(*arguments: Any, **options: Any) -> str:
@@ -91,15 +94,12 @@ def test_a_host_that_is_not_named_is_not_even_looked_up() -> None:
 
 
 def test_a_name_that_leads_inside_is_refused(host: Any) -> None:
-    name = f"pictures.example:{host.port}"
-    assert "not public" in refusal([name], f"http://{name}/a.jpg", public=False)
-
     async def both(_: str, __: int) -> list[str]:
         return ["93.184.216.34", "10.0.0.1"]
 
-    fetcher = Fetcher([name], 1 << 20, resolve=both)
-    with pytest.raises(ApiError, match="not public"):
-        asyncio.run(fetcher.fetch([(f"http://{name}/a.jpg", "messages[0]")]))
+    name = f"pictures.example:{host.port}"
+    for resolve in (here, both):
+        assert "not public" in refusal([name], f"http://{name}/a.jpg", resolve=resolve, is_public=is_public)
     assert host.asked == []
 
 
@@ -156,8 +156,8 @@ def test_a_certificate_must_be_good_for_the_name_though_the_connection_goes_to_a
 
 def test_a_request_brings_the_picture_along(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     door = gateway(fetch_from=(f"pictures.example:{host.port}",))
-    monkeypatch.setattr(door.app.state.fetcher, "_resolve", here)
-    monkeypatch.setattr(door.app.state.fetcher, "_is_public", lambda _: True)
+    monkeypatch.setattr(pictures_from, "resolve", here)
+    monkeypatch.setattr(pictures_from, "is_public", lambda _: True)
     part = {"type": "image_url", "image_url": {"url": f"http://pictures.example:{host.port}/a.jpg"}}
     asked = [{"role": "user", "content": [part]}]
     assert door.ask(asked).status_code == 200

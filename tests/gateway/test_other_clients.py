@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_files import client_of
 from clients.fake_transport import USAGE, final
-from gateway_doubles import HELLO, Asked, served
+from gateway_doubles import HELLO, Asked, client_of, served
 from PIL import Image
 from pydantic import BaseModel
 

@@ -1,13 +1,15 @@
-"""`tessera serve` and its gateway, and OpenAI's client against the real models."""
+"""`tessera serve` and its gateway, and OpenAI's client against the real models; one that is killed."""
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,15 +17,16 @@ import demo
 import httpx
 import openai
 import pytest
-from batch_files import answers, client_of, create, line, over, rows
-from gateway_doubles import free_port, listening
+from bench import poison
+from gateway_doubles import answers, client_of, create, free_port, line, listening, over, rows, started, until
 from pydantic import BaseModel
 from server.http_door import read, total
 from server.toy_servers import ECHO, Launched, add_model, all_gone, wait_until
+from test_connections import Line, question
 
 import scene
 from tessera.launcher.guard import descendants
-from tessera.launcher.process import Server
+from tessera.launcher.process import Server, command_line
 from tessera_client import Client
 from tessera_gateway.app import create_app
 from tessera_gateway.settings import Settings
@@ -192,3 +195,41 @@ def test_a_batch_answers_as_a_question_does(client: openai.OpenAI, picture: byte
     assert answers(client, batch) == {"good": one.choices[0].message.content}
     (failed,) = rows(client, batch.error_file_id)
     assert (failed["custom_id"], failed["response"]["status_code"]) == ("cut", 400)
+
+
+LONG_ANSWERS = 40
+
+
+def wait_for(server: Server, in_flight: int, seconds: float) -> None:
+    until(lambda: total(read(server.metrics_url), "tessera_requests_in_flight") == in_flight, seconds)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("victim", ["one process", "parent of two workers", "workers"])
+def test_its_work_ends_with_it(server: Server, victim: str) -> None:
+    wait_for(server, 0, 60)
+    workers = "1" if victim == "one process" else "2"
+    with ExitStack() as lines, started("--workers", workers, server=server.grpc_url) as (process, url):
+        for number in range(LONG_ANSWERS):
+            line = lines.enter_context(closing(Line(url)))  # which reads nothing of its answer
+            line.send(question(max_tokens=7000, ignore_eos=True, stream=number % 2 == 0))
+        wait_for(server, LONG_ANSWERS, 60)
+        victims = [process.pid]
+        if victim == "workers":
+            victims = [pid for pid in descendants(process.pid) if "spawn_main" in " ".join(command_line(pid))]
+            assert len(victims) == 2
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        wait_for(server, 0, 5)
+    with Client(server.grpc_url) as client:
+        assert client.ask(None, "Hello", max_tokens=2, timeout=20).attempts == 1
+
+
+@pytest.mark.clients
+def test_odd_files_change_nothing_for_the_good_ones() -> None:
+    odd = poison.odd_files(50)
+    with poison.served() as (address, health):
+        result = poison.run(address, health, poison.good_requests(950), odd)
+    assert result.fine, result
+    assert result.odd.total() == 50 and result.odd["200"] and result.odd["400 invalid_request"]
+    assert result.kinds > 20

@@ -18,8 +18,7 @@ import pytest
 from clients.fake_transport import FakeTransport
 from documents.document_reader import DocumentReader, write_pdf
 from fakes.answering_server import AnsweringServer
-from gateway.batch_files import answers, over, rows
-from gateway.gateway_doubles import Asked, listening
+from gateway.gateway_doubles import Asked, answers, listening, over, rows
 
 from tessera_client import client
 from tessera_command.cli import main

@@ -153,20 +153,6 @@ def test_status_shows_each_servers_numbers(page: Browser) -> None:
     }
 
 
-def test_a_tab_chosen_twice_is_asked_for_once(page: Browser) -> None:
-    page.run(
-        "window.answers = []; window.timers = 0; const [ask, wait] = [window.fetch, window.setTimeout];"
-        "window.fetch = (...all) => new Promise((answer) => window.answers.push(() => answer(ask(...all))));"
-        "window.setTimeout = (work, ms) => { window.timers += ms === 2000; return wait(work, ms); }"
-    )
-    for tab in ("tab-status", "tab-ask", "tab-status"):
-        page(tab).click()
-    page.run("window.answers.forEach((answer) => answer())")
-    page.until(lambda: page.run("return window.answers.length === 2 && window.timers > 0"))
-    page.driver.execute_async_script("const done = arguments[0]; fetch('/'); setTimeout(done, 100)")
-    assert page.run("return window.timers") == 1
-
-
 def test_the_status_tab_asks_again_only_while_it_is_seen(page: Browser) -> None:
     page.run(
         "window.asked = 0; const [ask, wait] = [window.fetch, window.setTimeout];"

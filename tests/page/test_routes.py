@@ -10,7 +10,7 @@ from typing import Any
 import PIL.Image
 import pytest
 from gateway.gateway_doubles import gateway
-from stand_in import METRICS, TWO_TILES
+from stand_in import TWO_TILES
 
 from tessera_client import InvalidRequest, PicturePlan
 from tessera_gateway.page import FOLDER, upright_size
@@ -68,18 +68,6 @@ def test_tiles_are_asked_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
     answer = door("POST", "/tessera/tiles", content=picture, params={"tile_policy": "{max"})
     assert answer.status_code == 400 and "not valid JSON" in answer.json()["error"]["message"]
-
-
-def test_status_numbers_come_from_the_metrics_page() -> None:
-    assert numbers(METRICS) == {
-        "requests": {"in_flight": 5, "running": 3, "waiting": 2, "ended": {"stop": 1200, "length": 34}},
-        "queue": {"preprocess": 1, "vision_encoder": 4},
-        "kv_blocks": {"used": 512, "total": 2048},
-        "prefix_cache": {"prompt_tokens": 400000, "cached_tokens": 100000},
-        "generated_tokens": 65536,
-        "first_token_seconds": 0.0305,
-        "device_busy": 0.42,
-    }
 
 
 def test_what_a_metrics_page_lacks_is_not_zero() -> None:

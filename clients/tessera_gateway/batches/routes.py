@@ -14,7 +14,7 @@ from python_multipart.exceptions import FormParserError, MultipartParseError
 from python_multipart.multipart import MultipartParser, MultipartState, parse_options_header
 from starlette.responses import JSONResponse, StreamingResponse
 
-from tessera_gateway.batches import files, jobs
+from tessera_gateway.batches import jobs
 from tessera_gateway.batches.database import is_full
 from tessera_gateway.batches.service import BatchService
 from tessera_gateway.connections import BODY, Body
@@ -43,13 +43,43 @@ HERE = Depends(_service)
 
 @router.post("/v1/files")
 async def create_file(request: Request, service: BatchService = HERE) -> dict[str, Any]:
+    """The new file. Raises ApiError for a form that is none, or has more or less than a file and its purpose, and
+    sqlite3.OperationalError where there is no room for it, of which then nothing stays."""
     origin = request.headers.get("origin")
     # A form may be sent by any site's page without our leave; browsers say whose.
     allowed = request.app.state.settings.allowed_origins
     foreign = origin is not None and urlsplit(origin).netloc != request.headers.get("host")
     if foreign and origin not in allowed and "*" not in allowed:
         raise ApiError(403, "another site's page may not upload here", code="foreign_origin")
-    return await upload(request, service)
+    database = service.database
+    body: Body | None = request.scope.get(BODY)
+    key: int | None = None
+
+    async def write() -> None:
+        nonlocal key
+        if key is None:
+            key = await database.call(service.files.begin, form.filename, jobs.UPLOADED)
+        lines, size = form.take()
+        await database.call(service.files.append, key, lines)
+        if body is not None:
+            body.release(size)
+
+    try:
+        form = Form(request.headers.get("content-type", ""), request.app.state.settings.max_body_mib)
+        await database.call(database.require_room, declared_size(request.headers))
+        async for piece in pieces(request):
+            form.feed(piece)
+            if form.size >= jobs.SLICE_BYTES:
+                await write()
+        form.check_end()
+        await write()
+        return await database.call(service.files.finish, key)
+    except BaseException as error:
+        if key is not None:
+            await asyncio.wait({service.later(service.files.drop, key)}, timeout=DROP_S)
+        if isinstance(error, FormParserError):
+            raise ApiError(400, f"the form cannot be read: {error}", code="invalid_form") from None
+        raise
 
 
 @router.get("/v1/files")
@@ -64,7 +94,7 @@ async def list_files(request: Request, service: BatchService = HERE) -> dict[str
 
 @router.get("/v1/files/{name}")
 async def show_file(name: str, service: BatchService = HERE) -> dict[str, Any]:
-    return files.described(await service.database.call(service.files.find, name))
+    return jobs.described_file(await service.database.call(service.files.find, name))
 
 
 @router.delete("/v1/files/{name}")
@@ -132,40 +162,6 @@ async def answer_storage_error(_: Request, error: Exception) -> JSONResponse:
     return ApiError(503, words, code=code, headers={**RETRY_AFTER, "Connection": "close"}).response()
 
 
-async def upload(request: Request, service: BatchService) -> dict[str, Any]:
-    """The new file. Raises ApiError for a form that is none, or has more or less than a file and its purpose, and
-    sqlite3.OperationalError where there is no room for it, of which then nothing stays."""
-    database = service.database
-    body: Body | None = request.scope.get(BODY)
-    key: int | None = None
-
-    async def write() -> None:
-        nonlocal key
-        if key is None:
-            key = await database.call(service.files.begin, form.filename, files.UPLOADED)
-        lines, size = form.take()
-        await database.call(service.files.append, key, lines)
-        if body is not None:
-            body.release(size)
-
-    try:
-        form = Form(request.headers.get("content-type", ""), request.app.state.settings.max_body_mib)
-        await database.call(database.require_room, declared_size(request.headers))
-        async for piece in pieces(request):
-            form.feed(piece)
-            if form.size >= files.SLICE_BYTES:
-                await write()
-        form.check_end()
-        await write()
-        return await database.call(service.files.finish, key)
-    except BaseException as error:
-        if key is not None:
-            await asyncio.wait({service.later(service.files.drop, key)}, timeout=DROP_S)
-        if isinstance(error, FormParserError):
-            raise ApiError(400, f"the form cannot be read: {error}", code="invalid_form") from None
-        raise
-
-
 class Form:
     """The form of an upload, piece by piece. Raises ApiError, or FormParserError, for what is none.
 
@@ -209,7 +205,7 @@ class Form:
         """To be called at the end of the body, whose last line may lack its end."""
         if self._parser.state != MultipartState.END:
             raise ApiError(400, "the form ends before its last boundary", code="invalid_form")
-        if self._contents["purpose"] != files.UPLOADED.encode():
+        if self._contents["purpose"] != jobs.UPLOADED.encode():
             raise ApiError(400, "purpose must be 'batch': files are kept for batches alone", "purpose", "invalid_value")
         if "file" not in self._begun:
             raise ApiError(400, "the form has no field 'file'", "file", "missing_required_parameter")

@@ -11,8 +11,7 @@ from sqlite3 import Error as StorageError
 from typing import Any, TypeVar
 
 from tessera_gateway.batches.database import Database, is_full
-from tessera_gateway.batches.files import LIVE, Files
-from tessera_gateway.batches.jobs import Jobs
+from tessera_gateway.batches.jobs import LIVE, Files, Jobs
 from tessera_gateway.metrics import WAITING, Counters
 
 T = TypeVar("T")
