@@ -98,7 +98,7 @@ def test_the_masks_of_many_are_made_beside_the_steps(monkeypatch, count, beside,
         assert not engine.scheduler.parked
     assert [text_of(events, job.request_id) for job in jobs] == expected
     assert len(set(threads)) == 1 and (threads[0] != threading.get_ident()) is beside
-    assert {sequence.finish_reason for sequence in sequences} == {"stop"} and not engine._lane._inside
+    assert {sequence.finish_reason for sequence in sequences} == {"stop"} and not engine._lane._answers
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
 
 from tessera.engine.process import messages
 from tessera.engine.process.embedding_pool import EmbeddingPool
@@ -46,10 +47,11 @@ class EngineProcess:
         self._wire = messages.Wire(connection)
         self._on_death = on_death
         self._stopping = False
-        self._rows: dict[int, torch.Tensor] = {}  # the pool's, until the engine has ended their request
+        self._rows: dict[int, messages.Rows] = {}  # the pool's, until the engine has ended their request
         try:
             self._pool = EmbeddingPool(torch.device(config.device), config.embedding_pool_bytes)
-            self._wire.send(messages.Start(Path(folder), config, _shared(self._pool.slab)))
+            slab = None if self._pool.slab is None else reduce_tensor(self._pool.slab)
+            self._wire.send(messages.Start(Path(folder), config, slab))
             ready: messages.Ready | TesseraError = self._wire.receive()
         except (EOFError, OSError):
             raise ConfigError("the engine's process ended before it was ready; the server's log says why") from None
@@ -75,8 +77,8 @@ class EngineProcess:
         message = None
         try:
             if rows is not None:
-                kept = self._rows[request.number] = self._pool.take(rows)
-                message = self._row_message(kept)
+                message = self._pool.take(rows)
+                self._rows[request.number] = message._replace(data=b"")
             self._wire.send(messages.Submit(request, message))
         except OSError:
             self._hear(Progress.refused(request.number, _gone()))
@@ -114,11 +116,6 @@ class EngineProcess:
         self._progress.put(None)
         self._writer.join()
         self._process.wait()
-
-    def _row_message(self, kept: torch.Tensor) -> messages.Rows:
-        place = self._pool.place_of(kept)
-        whole = b"" if place is not None else kept.contiguous().view(torch.uint8).numpy().tobytes()
-        return messages.Rows(place, whole, kept.dtype, tuple(kept.shape))
 
     def _read(self) -> None:
         try:
@@ -164,12 +161,3 @@ class EngineProcess:
 
 def _gone() -> Unavailable:
     return Unavailable("the engine's process is gone; the server restarts")
-
-
-def _shared(slab: torch.Tensor | None) -> tuple[Callable[..., torch.Tensor], Any] | None:
-    """What the engine needs to open the slab."""
-    if slab is None:
-        return None
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    return reduce_tensor(slab)

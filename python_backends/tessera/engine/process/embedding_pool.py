@@ -1,4 +1,4 @@
-"""Rows of pictures on their way through the engine: in a slab on the device, or in pinned memory when that is full."""
+"""Rows of pictures on their way through the engine: in a slab on the device, or beside it when that is full."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from bisect import bisect_left, insort
 
 import torch
 
+from tessera.engine.process.messages import Rows
+
 _ALIGNMENT = 512
 
 
 class EmbeddingPool:
     """Takes over the rows of requests as they arrive, until their requests end.
 
-    ``capacity_bytes``: the slab on the device, allocated at once; rows that find no room in it wait in the host's
-    pinned memory, which the step that needs them reads. May be used from several threads. On the CPU there is no slab.
+    ``capacity_bytes``: the slab on the device, allocated at once; rows that find no room in it travel to the engine's
+    process and wait in pinned memory there, which the step that needs them reads. May be used from several threads. On
+    the CPU there is no slab.
     """
 
     def __init__(self, device: torch.device, capacity_bytes: int) -> None:
-        self.spilled_bytes = 0  # in pinned memory now
+        self.spilled_bytes = 0  # beside the slab now
         self.arrived_on_cpu = 0  # requests whose rows came over the CPU though the engine runs on a GPU
         self.slab: torch.Tensor | None = None  # uint8 [capacity_bytes]
         self.places = Places(capacity_bytes)  # of the slab
@@ -29,44 +32,39 @@ class EmbeddingPool:
             # Before the engine's steps: the copy is short, and the next request waits for it.
             self._stream = torch.cuda.Stream(device, priority=-1)
 
-    def take(self, rows: torch.Tensor) -> torch.Tensor:
+    def take(self, rows: torch.Tensor) -> Rows:
         """A copy of ``rows`` [n, hidden], complete when this returns: their owner may reuse them."""
         if self.slab is None:
-            return rows.clone()
+            return Rows(None, _bytes_of(rows), rows.dtype, tuple(rows.shape))
         with self._lock:
             place = self.places.take(rows.nbytes)
+            self.spilled_bytes += rows.nbytes if place is None else 0
             self.arrived_on_cpu += not rows.is_cuda
-        if place is None:
-            kept = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-            with self._lock:
-                self.spilled_bytes += rows.nbytes
-        else:
-            kept = rows_at(self.slab, place, rows.shape, rows.dtype)
+        kept = Rows(place, b"", rows.dtype, tuple(rows.shape))
         try:
             with torch.cuda.stream(self._stream):
-                kept.copy_(rows, non_blocking=True)
+                if place is None:
+                    return kept._replace(data=_bytes_of(rows))
+                rows_at(self.slab, place, kept.shape, kept.dtype).copy_(rows, non_blocking=True)
                 self._stream.synchronize()
         except BaseException:
             self.give_back(kept)
             raise
         return kept
 
-    def place_of(self, rows: torch.Tensor) -> int | None:
-        """Where in the slab rows lie that :meth:`take` returned, in bytes; None for those outside of it."""
-        if self.slab is None or not rows.is_cuda:
-            return None
-        return int(rows.storage_offset()) * rows.itemsize  # also where there is no row, and no pointer
-
-    def give_back(self, rows: torch.Tensor) -> None:
+    def give_back(self, rows: Rows) -> None:
         """No step that was launched needs the rows any more that :meth:`take` returned."""
         if self.slab is None:
             return
-        place = self.place_of(rows)
         with self._lock:
-            if place is None:
-                self.spilled_bytes -= rows.nbytes
+            if rows.place is None:
+                self.spilled_bytes -= rows.dtype.itemsize * math.prod(rows.shape)
             else:
-                self.places.give_back(place)
+                self.places.give_back(rows.place)
+
+
+def _bytes_of(rows: torch.Tensor) -> bytes:
+    return rows.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def rows_at(slab: torch.Tensor, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

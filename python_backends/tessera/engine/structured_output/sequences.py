@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -146,8 +147,7 @@ class MaskLane:
     def __init__(self, places: int) -> None:
         self._places = places
         self._lock = threading.Lock()
-        self._inside: dict[object, None] = {}
-        self._outside: dict[object, None] = {}  # the first that came first
+        self._answers: dict[object, None] = {}  # the first that came first; as many as there are places are inside
         self._thread = ThreadPoolExecutor(1, "masks")
         self._collected: list[Callable[[], None]] = []
         self._quick = ThreadPoolExecutor(1, "quick masks")
@@ -156,26 +156,22 @@ class MaskLane:
 
     def __bool__(self) -> bool:
         """Whether there is anything to :meth:`wait` for."""
-        return bool(self._inside) or not (self._last is None or self._last.done())
+        return bool(self._answers) or not (self._last is None or self._last.done())
 
     @property
     def full(self) -> bool:
         """Whether there should come no more."""
-        return len(self._outside) >= MOST_OUTSIDE
+        return len(self._answers) >= self._places + MOST_OUTSIDE
 
     def holds(self, answer: object) -> bool:
         """Whether it has a place. It takes one, or its place outside, when it is first asked for."""
         with self._lock:
-            if answer not in self._inside and answer not in self._outside:
-                self._outside[answer] = None
-                self._move_up()
-            return answer in self._inside
+            self._answers.setdefault(answer)
+            return answer in islice(self._answers, self._places)
 
     def leave(self, answer: object) -> None:
         with self._lock:
-            self._inside.pop(answer, None)
-            self._outside.pop(answer, None)
-            self._move_up()
+            self._answers.pop(answer, None)
 
     def run(self, work: Callable[[], None]) -> None:
         """Runs ``work`` after all that was given before."""
@@ -207,9 +203,3 @@ class MaskLane:
                 work()
         finally:
             self._news.set()
-
-    def _move_up(self) -> None:
-        while self._outside and len(self._inside) < self._places:
-            answer = next(iter(self._outside))
-            del self._outside[answer]
-            self._inside[answer] = None
