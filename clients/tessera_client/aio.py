@@ -47,9 +47,7 @@ class AsyncStream(BaseStream):
 
     async def answer(self) -> Answer:
         """Reads on to the end and returns the whole answer."""
-        async for _ in self:
-            pass
-        return self._answer()
+        return await self._whole()
 
     async def close(self) -> None:
         """As :meth:`Stream.close`."""

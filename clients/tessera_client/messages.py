@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tessera_client.pictures import Image, encode_image, encode_images, from_data_url, room_beside
+from tessera_client.pictures import Image, add_image, encode_images, from_data_url
 from tessera_wire.errors import InvalidRequest
 
 
@@ -165,7 +165,8 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as the contract has it. Exactly one of ``text`` and ``messages`` (JSON) is set.
+    """One request as the contract has it. Exactly one of ``text`` and ``messages`` (JSON) is set. ``priority``: that of
+    the sampling parameters, for the server's own queues; 0 where they have none, or one that is no number.
 
     Raises InvalidRequest for text that cannot travel as UTF-8.
     """
@@ -176,6 +177,7 @@ class Request:
     sampling: str | None = None
     stream: bool = False
     exclude_input: bool = True
+    priority: int = 0
 
     def __post_init__(self) -> None:
         for text in (self.text, self.messages, self.sampling):
@@ -183,16 +185,6 @@ class Request:
                 (text or "").encode()
             except UnicodeEncodeError as error:
                 raise InvalidRequest(f"half a surrogate pair cannot be sent as text: {error}") from None
-
-    @property
-    def priority(self) -> int:
-        """As its sampling parameters say; 0 where they do not."""
-        if self.sampling is None or '"priority"' not in self.sampling:
-            return 0
-        try:
-            return int(json.loads(self.sampling)["priority"])
-        except (ValueError, TypeError, KeyError, OverflowError):  # the server says what is wrong
-            return 0
 
 
 def question_request(images: Image | Sequence[Image] | None, question: str, **options: Any) -> Request:
@@ -239,13 +231,15 @@ def chat_request(
     turns = [_without_pictures(message, supplied, pictures) for message in messages]
     if not turns:
         raise InvalidRequest("messages is empty: give at least one user message")
-    pictures.extend(encode_image(image, room_beside(pictures)) for image in supplied)
+    for image in supplied:
+        add_image(pictures, image)
     return _request(options, messages=_json("messages", turns), images=tuple(pictures))
 
 
 def _request(options: dict[str, Any], **contents: Any) -> Request:
-    exclude = bool(options.pop("exclude_input_in_output", True))
-    return Request(**contents, sampling=sampling(options), exclude_input=exclude)
+    exclude, priority = bool(options.pop("exclude_input_in_output", True)), options.get("priority")
+    queued = priority if isinstance(priority, int) else 0  # else the server says what is wrong
+    return Request(**contents, sampling=sampling(options), exclude_input=exclude, priority=queued)
 
 
 def sampling(options: Mapping[str, Any]) -> str | None:
@@ -289,7 +283,7 @@ def _without_pictures(message: Mapping[str, Any], supplied: Any, pictures: list[
                 raise InvalidRequest(
                     "the messages hold more image parts than pictures were given", "pass as many images="
                 )
-            pictures.append(encode_image(image, room_beside(pictures)))
+            add_image(pictures, image)
             parts.append({name: value for name, value in part.items() if name != "image"})
         elif kind == "image_url" and _url(part).startswith("data:"):
             pictures.append(from_data_url(_url(part)))

@@ -35,13 +35,13 @@ def encode_images(images: Iterable[Image]) -> list[bytes]:
     """As :func:`encode_image`, of all pictures of a request."""
     encoded: list[bytes] = []
     for image in images:
-        encoded.append(encode_image(image, room_beside(encoded)))
+        add_image(encoded, image)
     return encoded
 
 
-def room_beside(pictures: Iterable[bytes]) -> int:
-    """Bytes that another picture of the same request may have."""
-    return LARGEST_REQUEST - sum(map(len, pictures))
+def add_image(encoded: list[bytes], image: Image) -> None:
+    """Adds a picture to those of its request, which leave it the rest of the bytes that a request may have."""
+    encoded.append(encode_image(image, LARGEST_REQUEST - sum(map(len, encoded))))
 
 
 def encode_image(image: Image, room: int = LARGEST_REQUEST) -> bytes:

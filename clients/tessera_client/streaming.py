@@ -202,7 +202,10 @@ class BaseStream(ABC):
         if self._trace is not None:
             self._trace.end(outcome, self._request_id, self._attempts)
 
-    def _answer(self) -> Answer:
+    async def _whole(self) -> Answer:
+        """Reads on to the end."""
+        while await self._advance():
+            pass
         assert self._last is not None
         return Answer(
             text=self.text,
@@ -249,9 +252,7 @@ class Stream(BaseStream):
 
     def answer(self) -> Answer:
         """Reads on to the end and returns the whole answer."""
-        for _ in self:
-            pass
-        return self._answer()
+        return _outcome(self._whole())
 
     def close(self) -> None:
         """Ends the request: a complete one quietly, any other by cancelling it here and on the server."""

@@ -34,7 +34,7 @@ from tessera_client import (
     Retry,
     Unavailable,
 )
-from tessera_client.messages import Request
+from tessera_client.messages import question_request
 from tessera_wire import line
 from tessera_wire.connection import Connection
 
@@ -228,16 +228,9 @@ def test_a_server_that_stops_does_not_wait_for_a_lease(server: Server, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("sampling", "level"),
-    {
-        None: 0,
-        '{"seed": 1}': 0,
-        '{"priority": -3}': 1,
-        '{"priority": "10"}': 3,
-        '{"priority": "soon"}': 0,
-    }.items(),
+    ("options", "level"), [({}, 0), ({"priority": -3}, 1), ({"priority": 10}, 3), ({"priority": "soon"}, 0)]
 )
-def test_a_priority_is_a_level_of_the_servers_own_queues(sampling: str | None, level: int) -> None:
-    priority = Request(text="?", sampling=sampling).priority
+def test_a_priority_is_a_level_of_the_servers_own_queues(options: dict[str, Any], level: int) -> None:
+    priority = question_request(None, "?", **options).priority
     message = Connection("127.0.0.1:9").infer_message("vlm", "seven", [], priority=priority)
     assert message.parameters["priority"].uint64_param == level
