@@ -25,7 +25,6 @@ from tessera_client import (
     TesseraClientError,
     Unavailable,
 )
-from tessera_client import retry as retry_module
 
 QUICK = Retry(attempts=3, first_delay=0.001, max_delay=0.002)
 
@@ -69,30 +68,6 @@ def test_retry_waits_grow_and_are_capped() -> None:
         assert whole / 2 <= min(waits) and max(waits) <= whole and len(set(waits)) > 1
     assert retry.delay(9, Unavailable("x")) is None
     assert retry.delay(1, ServerError("x")) is None
-
-
-def test_retrying_stops_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only the attempts move, 50 ms each."""
-
-    class Clock(FakeTransport):
-        now = 0.0
-
-        def send(self, *arguments: Any) -> Any:
-            self.now += 0.05
-            return super().send(*arguments)
-
-        def monotonic(self) -> float:
-            return self.now
-
-    fake = Clock([[Unavailable("full")]] * 50)
-    monkeypatch.setattr(retry_module, "time", fake)
-    asker = Client(transport=fake, retry=Retry(attempts=50, first_delay=0.1, max_delay=0.1))
-    with pytest.raises(Unavailable):
-        asker.ask(None, "q", timeout=0.3)
-    assert 4 <= len(fake.requests) <= 5  # the next wait, 50 to 100 ms, would go past the deadline
-    timeouts = [timeout for _, _, timeout in fake.requests]
-    left = [0.3 - 0.05 * attempt for attempt in range(len(timeouts))]
-    assert timeouts == pytest.approx([0.9 * seconds for seconds in left])  # a tenth is the answer's way
 
 
 def test_deadline_names_its_length_and_cancels_on_the_server() -> None:

@@ -18,9 +18,8 @@ from typing import Any
 
 import grpc
 import pytest
-from standin_server import Service
+from standin_server import Service, serve
 from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc import service_pb2_grpc
 
 from tessera_client import (
     AsyncClient,
@@ -57,11 +56,7 @@ class Server(Service):
         self.metadata: list[Any] = []
         self.parameters: dict[str, Any] = {}
         self.asked: tuple[list[str], dict[str, bytes]] = ([], {})
-        self._server: Any = grpc.server(ThreadPoolExecutor(8))
-        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port("127.0.0.1:0")
-        self.address = f"127.0.0.1:{port}"
-        self._server.start()
+        self._server, self.address = serve(self)
 
     def stop(self) -> None:
         self._server.stop(0).wait()

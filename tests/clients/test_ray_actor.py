@@ -12,7 +12,7 @@ import pytest
 from clients.fake_transport import FakeTransport, final
 from fakes.answering_server import PROBE, AnsweringServer
 
-from tessera_client import ConnectionFailed, DeadlineExceeded, InvalidRequest, ServerError, client
+from tessera_client import ConnectionFailed, DeadlineExceeded, InvalidRequest, ServerError
 from tessera_client.ray import RESULTS, Ask, ServerAway
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "clusters.md"
@@ -20,11 +20,11 @@ Asking = Callable[..., Ask]
 
 
 @pytest.fixture
-def asking(monkeypatch: pytest.MonkeyPatch) -> Asking:
+def asking(serve: Any) -> Asking:
     """Makes the actor, before a server."""
 
     def make(server: FakeTransport, **arguments: Any) -> Ask:
-        monkeypatch.setattr(client, "open_transport", lambda url, models: server)
+        serve(fake=server)
         return Ask("anywhere", **arguments)
 
     return make
@@ -60,9 +60,8 @@ def test_a_row_that_is_wrong_is_a_row_with_an_error(asking: Asking) -> None:
         assert [asking(server)(each).schema.field(name).type for name in RESULTS] == [pa.string()] * 3
 
 
-def test_the_pages_function_for_spark_and_dask_keeps_the_same_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = AnsweringServer(bad=[InvalidRequest("no")], long=[final("The wi", "deadline")])
-    monkeypatch.setattr(client, "open_transport", lambda url, models: server)
+def test_the_pages_function_for_spark_and_dask_keeps_the_same_rule(serve: Any) -> None:
+    serve(fake=AnsweringServer(bad=[InvalidRequest("no")], long=[final("The wi", "deadline")]))
     (block,) = re.findall(r"```python\n([^`]*def asked.*?)```", PAGE.read_text(), re.DOTALL)
     exec(block, names := dict[str, Any]())
 

@@ -15,7 +15,7 @@ import pytest
 from fake_transport import USAGE, FakeTransport, final
 
 import scene
-from tessera_client import Client, InvalidRequest, Unavailable, client
+from tessera_client import Client, InvalidRequest, Unavailable
 from tessera_command.cli import main
 from tessera_evaluation import recall
 from tessera_evaluation.datasets import Item, evenly, folder_items, heldout_items
@@ -218,8 +218,8 @@ def test_other_answers_count_by_their_share(tmp_path: Path) -> None:
     assert (found.recall, found.scored) == (0.5, 2)
 
 
-def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(client, "open_transport", lambda url, models: Judge())
+def test_the_command(serve: Any, folder: Path, tmp_path: Path, capsys: Any) -> None:
+    serve(fake=Judge())
     picture, figures = tmp_path / "plan.svg", tmp_path / "plan.json"
     policies = ["--policy", "reference", "--policy", "two-tile,thumbnail=always"]
     arguments = ["plan", str(folder), *policies, "--concurrency", "2"]
@@ -249,11 +249,8 @@ def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "two-tile,thumbnail=always (recommended)" in picture.read_text()
 
 
-def test_a_policy_that_the_server_refuses_is_said_and_not_asked_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    fake = Judge()
-    monkeypatch.setattr(client, "open_transport", lambda url, models: fake)
+def test_a_policy_that_the_server_refuses_is_said_and_not_asked_again(serve: Any, folder: Path, capsys: Any) -> None:
+    fake = serve(fake=Judge())
     arguments = ["plan", str(folder), "--concurrency", "2", "--policy", "mosaic"]
     assert main([*arguments, "--policy", "reference"]) == 1
     shown = capsys.readouterr()

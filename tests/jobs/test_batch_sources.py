@@ -23,7 +23,6 @@ from pyarrow import parquet
 from tessera_client import InvalidRequest, ServerError
 from tessera_jobs.job import Job
 from tessera_jobs.journal import Journal
-from tessera_jobs.resume_index import Answers
 from tessera_jobs.source import open_source, row_fields
 
 ASKED = ("A crack?", {"max_tokens": 5})
@@ -231,14 +230,6 @@ def test_a_journal_that_was_cut_keeps_its_whole_lines(tmp_path: Path) -> None:
         with closing(Journal(path)) as journal, pytest.raises(InvalidRequest, match="something else than results"):
             list(journal.lines())
         assert path.read_bytes() == content
-
-
-def test_places_of_answers_by_digest() -> None:
-    answers = Answers(100)
-    for place in range(100):
-        answers.put(200 * place + 7, place)  # which all want one slot
-    assert [answers.get(200 * place + 7) for place in range(100)] == list(range(100))
-    assert answers.get(8) is None
 
 
 def test_a_file_of_openais_batches_is_a_source(batch: Any, tmp_path: Path) -> None:
