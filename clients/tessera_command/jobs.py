@@ -69,24 +69,24 @@ def _batch(options: argparse.Namespace) -> int:
     from tessera_jobs.job import Job
     from tessera_jobs.source import open_source
 
-    given = _of(options, "max_tokens", "max_tiles", "choices", "priority")
+    say, given = _saying("batch"), _of(options, "max_tokens", "max_tiles", "choices", "priority")
     source = open_source(options.source, options.prompt, {k: v for k, v in given.items() if v is not None})
     how = _of(options, "url", "timeout", "concurrency", "in_order", "again", "patience", "force")
-    job = Job(source, options.output, **how, notice=_saying("batch"))
+    job = Job(source, options.output, **how, notice=say)
     try:
         if options.dry_run:
             return _estimate(job)
         with progress("asking") as job.progress:
             tally = job.run()
     except OSError as error:
-        print(f"tessera batch: {error}", file=sys.stderr)
+        say(str(error))
         return 1
     if source.passed_over:
-        print(f"tessera batch: passed over in {source.path}: {', '.join(source.passed_over)}", file=sys.stderr)
+        say(f"passed over in {source.path}: {', '.join(source.passed_over)}")
     print(_sentence(tally))
     if tally.errors:
         first = f"; the first of this run: {tally.first_error}" if tally.first_error else ""
-        print(f"tessera batch: {tally.errors} rows of {options.output} have an error{first}", file=sys.stderr)
+        say(f"{tally.errors} rows of {options.output} have an error{first}")
     return 1 if tally.errors else 0
 
 
@@ -120,28 +120,28 @@ def _estimate(job: Job) -> int:
 
 
 def _parse(options: argparse.Namespace) -> int:
+    say = _saying("parse")
     try:
         from tessera_documents import TesseraVlmClient
         from tessera_documents.job import Job, quiet
     except ImportError as error:
-        print(f"tessera parse: {error}", file=sys.stderr)
+        say(str(error))
         return 1
     quiet()
     how = _of(options, "dpi", "concurrency", "priority", "pages", "password", "force", "patience")
     asked = TesseraVlmClient(options.url, timeout=options.timeout, max_tokens=options.max_tokens)
     with asked as vlm, progress("parsing") as advance:
-        job = Job(options.file, options.output, vlm, **how, notice=_saying("parse"), progress=advance)
+        job = Job(options.file, options.output, vlm, **how, notice=say, progress=advance)
         try:
             tally = job.run()
         except OSError as error:
-            print(f"tessera parse: cannot write the results: {error}", file=sys.stderr)
+            say(f"cannot write the results: {error}")
             return 1
     pages, rate = f"{tally.made} page{'s' * (tally.made != 1)}", f"{tally.made / tally.seconds:.2f} pages/s"
     kept = f", {tally.kept} were there already" if tally.kept else ""
     print(f"{pages} in {tally.seconds:.1f} s ({rate}){kept}")
     if tally.warned:
-        print(f"tessera parse: warnings on {tally.warned} pages; the first: {tally.first_warning}", file=sys.stderr)
+        say(f"warnings on {tally.warned} pages; the first: {tally.first_warning}")
     if tally.failed:
-        rows = options.output / "errors.jsonl"
-        print(f"tessera parse: {tally.failed} failed, see {rows}; the first: {tally.first_error}", file=sys.stderr)
+        say(f"{tally.failed} failed, see {options.output / 'errors.jsonl'}; the first: {tally.first_error}")
     return 1 if tally.failed else 0

@@ -120,8 +120,7 @@ class PageFiles:
             "made_from": {**self._made_from, "checkpoint": self._checkpoint},
         }
         text = json.dumps(content, ensure_ascii=False, indent=1)
-        # Where a machine goes down and leaves half of it, it is no JSON, and the page is read again.
-        write_whole(self._path(page, ".json"), text.encode(errors=BYTES_OF_NAMES), synced=False)
+        write_whole(self._path(page, ".json"), text.encode(errors=BYTES_OF_NAMES))
 
     def end(self, page: int, failed: bool) -> bool:
         """Notes that a page is over which was missing; whether it was the last."""
@@ -143,7 +142,9 @@ class PageFiles:
                 raise OSError(f"results of page {page + 1} in {self.folder} were removed or cut during this run")
             blocks += [{"type": "mark", "content": f"<!-- page {page + 1} -->"}, *found["blocks"]]
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self.folder / "document.md", markdown(blocks).encode(), synced=False)  # as each run does
+        path, text = self.folder / "document.md", markdown(blocks).encode()
+        if not path.is_file() or path.read_bytes() != text:  # a run over what is complete writes nothing
+            write_whole(path, text)
 
     def _path(self, page: int, ending: str) -> Path:
         return self.folder / f"page-{page + 1:04}{ending}"
@@ -170,8 +171,8 @@ def _content(block: Mapping[str, Any]) -> str | None:
     return HEADINGS[kind] + " ".join(content.split()) if kind in HEADINGS else content
 
 
-def write_whole(path: Path, data: bytes, synced: bool = True) -> None:
-    with replaced(path, synced) as file:
+def write_whole(path: Path, data: bytes) -> None:
+    with replaced(path) as file:
         file.write(data)
 
 

@@ -86,9 +86,11 @@ class Job:
 
     def __post_init__(self) -> None:
         out = self.out
-        self._table = out.suffix == ".parquet"
-        if self._table:
-            import tessera_jobs.table  # noqa: F401  # says now that pyarrow is missing, not after the last row
+        self._table: Any = None
+        if out.suffix == ".parquet":
+            import tessera_jobs.table as table  # says now that pyarrow is missing, not after the last row
+
+            self._table = table
         elif out.suffix != ".jsonl":
             raise InvalidRequest(f"results cannot be written as {out.name}", "let it end in .jsonl or .parquet")
         if out.resolve() == self.source.path.resolve():
@@ -118,18 +120,14 @@ class Job:
         """What an earlier run left becomes the journal that this one goes on with."""
         self.journal.parent.mkdir(parents=True, exist_ok=True)
         if self._table and self.out.exists() and not self.journal.exists():
-            from tessera_jobs.table import read_table
-
-            rewrite(self.journal, read_table(self.out))
+            rewrite(self.journal, self._table.read_table(self.out))
 
     def _finish(self) -> None:
         places = self._index.places
         moved = self.in_order and bool((places[1:] < places[:-1]).any())
         results = map(self._lines.at, places.tolist()) if moved else (result for _, result in self._lines.placed())
         if self._table:
-            from tessera_jobs.table import write_table
-
-            write_table(results, self.out, self._index.id_type)
+            self._table.write_table(results, self.out, self._index.id_type)
             self.journal.unlink()
         elif moved:
             rewrite(self.journal, results)

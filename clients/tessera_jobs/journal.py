@@ -183,15 +183,14 @@ def rewrite(path: Path, results: Iterable[dict[str, Any]]) -> None:
 
 
 @contextmanager
-def replaced(path: Path, synced: bool = True) -> Iterator[BinaryIO]:
+def replaced(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which stands at ``path`` when it is whole: its reader finds that, or what was there before.
-    ``synced``: even where the machine goes down. Raises OSError."""
+    Raises OSError."""
     part = path.with_name(f".{path.name}.part")
     with open(part, "wb") as file:
         yield file
-        if synced:
-            file.flush()
-            os.fsync(file.fileno())
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(part, path)
 
 

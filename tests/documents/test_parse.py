@@ -268,9 +268,10 @@ def test_a_file_that_is_gone_is_made_again(parse: Any, tmp_path: Path, name: str
     path = tmp_path / "out" / "a.pdf" / name
     before = path.read_bytes()
     path.unlink()
-    reader = DocumentReader()
+    reader, others = DocumentReader(), {each: each.stat().st_mtime_ns for each in path.parent.iterdir()}
     assert parse(reader, tmp_path / "a.pdf") == 0
     assert path.read_bytes() == before and reader.pages_asked == asked
+    assert asked or {each: each.stat().st_mtime_ns for each in others} == others, "what was there is not written"
 
 
 def test_an_output_that_cannot_be_written_or_is_another_runs(parse: Any, tmp_path: Path, capsys: Capture) -> None:
