@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -116,14 +116,13 @@ def patch_index(places: np.ndarray, across: int) -> np.ndarray:
     return group * MERGE**2 + rows % MERGE * MERGE + columns % MERGE
 
 
-def glyph_targets(block: Block, prepared: Cut, tokens: ChatTokens, within: slice = slice(None)) -> np.ndarray:
+def glyph_targets(block: Block, prepared: Cut, tokens: ChatTokens) -> np.ndarray:
     """int16 [patches, 3]: the token of the character whose middle a patch holds (0: none), and of the two before it."""
     width, height = prepared.picture.size
     targets = np.zeros((width * height // PATCH**2, TARGETS), np.int16)
-    glyphs, places = block.glyphs[within], block.places[within]
-    places = (places + prepared.shift) * prepared.scale // PATCH
+    places = (block.places + prepared.shift) * prepared.scale // PATCH
     seen = ((places >= 0) & (places < (width // PATCH, height // PATCH))).all(1)
-    classes = np.array([character_class(tokens, glyph) for glyph in glyphs], np.int16)
+    classes = np.array([character_class(tokens, glyph) for glyph in block.glyphs], np.int16)
     index = patch_index(places[seen][:, ::-1].astype(np.int64), width // PATCH)
     for back in range(3):
         before = np.concatenate((np.zeros(back, np.int16), classes))[: len(classes)]
@@ -179,31 +178,6 @@ def block_sample(page: Page, picture: Image.Image, block: Block, tokens: ChatTok
     patches, places = patched(prepared.picture)
     dense = glyph_targets(block, prepared, tokens)
     return Sample(step_of(block.kind), block.kind, patches, places, tokens.answer(block.answer), dense)
-
-
-def line_samples(
-    page: Page, picture: Image.Image, block: Block, tokens: ChatTokens, dice: Random, most: int
-) -> Iterable[Sample]:
-    """Each line of a block in pieces of at most ``most`` words, cut between words."""
-    start = 0
-    for line in block.lines:
-        words = line.text.split(" ")
-        ends = np.cumsum([len(word) for word in words]) + start
-        begins = [start, *ends[:-1].tolist()]
-        xs = block.places[:, 0]
-        first = 0
-        while first < len(words):
-            last = min(len(words), first + dice.randint(1, most))
-            within = slice(begins[first], int(ends[last - 1]))
-            left = line.box[0] - 3 if first == 0 else (xs[within.start - 1] + xs[within.start]) / 2
-            right = line.box[2] + 3 if last == len(words) else (xs[within.stop - 1] + xs[within.stop]) / 2
-            margin = dice.uniform(-1, 4)
-            prepared = cut(picture, (left, line.box[1] - margin, right, line.box[3] + margin))
-            patches, places = patched(prepared.picture)
-            answer = tokens.answer(" ".join(words[first:last]))
-            yield Sample("text", "line", patches, places, answer, glyph_targets(block, prepared, tokens, within))
-            first = last
-        start = int(ends[-1])
 
 
 def read_blocks(page: Page) -> Sequence[Block]:

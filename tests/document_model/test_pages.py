@@ -162,10 +162,9 @@ def test_targets_of_glyphs_point_at_their_patches(found: list[pages.Page]) -> No
     marked = np.flatnonzero(targets)
     assert 0.6 * len(block.glyphs) < len(marked) <= len(block.glyphs)
     order = np.lexsort((places[marked][:, 1], places[marked][:, 0]))
-    first_line = len(block.lines[0].text.replace(" ", ""))
-    read = tokens.decode(targets[marked[order]][: first_line // 2])
+    read = tokens.decode(targets[marked[order]][:20])
     expected = iter(block.answer.replace(" ", ""))
-    assert all(character in expected for character in read), (read, block.lines[0].text)
+    assert all(character in expected for character in read), (read, block.answer)
     for place in marked:
         one, two = last_two[place]
         if one and two:

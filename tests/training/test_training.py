@@ -25,7 +25,7 @@ VISION = {
 }
 OPTIONS = {
     "rooms": "--workers 1 --tiles 13 --length 32 --warm-pictures 4 --store-gb 0.002",
-    "documents": "--workers 2 --held-out 0 --words 0 --lines 3 --patches 300 --chunk 600 --layouts 0",
+    "documents": "--workers 2 --held-out 0 --patches 300 --chunk 600 --layouts 0",
 }
 Train = Callable[..., dict[str, Any]]
 
