@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pypdfium2
 import pytest
+from demo_documents import write_pages
 from document_samples import block_sample, cut, glyph_targets, layout_answer, patched, read_blocks, thousandths
 from document_tokens import CELLS, ChatTokens
 from mineru_vl_utils.mineru_client import MinerUClient
@@ -16,7 +17,6 @@ from mineru_vl_utils.post_process.otsl2html import convert_otsl_to_html
 from mineru_vl_utils.structs import ContentBlock
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from write_pages import write
 
 import pages
 from pages.composition import INK, Composer
@@ -131,7 +131,7 @@ def test_formulas_pass_minerus_post_processing_unchanged(found: list[pages.Page]
 
 def test_a_written_pdf_has_the_pages_as_they_were_drawn(tmp_path: Path) -> None:
     """Scans as JPEG files: grey levels may be a little off."""
-    write(tmp_path, 2, first=5)
+    write_pages(tmp_path, 2, first=5)
     told, document = json.loads((tmp_path / "truth.json").read_text()), pypdfium2.PdfDocument(tmp_path / "pages.pdf")
     assert len(document) == len(told) == 2
     for index in range(2):

@@ -75,7 +75,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_training_lowers_every_loss(name: str, like: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document_samples, "LAYOUT_SIDE", 140)
-    more = ["--layouts", "2", "--patches", "600"] if name == "documents" else []
+    more = ["--layouts", "2", "--patches", "600", "--workers", "1"] if name == "documents" else []
     arguments = parse([name, "--like", str(like), *OPTIONS[name].split(), *more])
     trainer, feed = MODELS[name].open(arguments, 0, torch.device("cpu"))
     batch = feed.next()
