@@ -156,9 +156,9 @@ def test_targets_of_glyphs_point_at_their_patches(found: list[pages.Page]) -> No
     tokens, page = ChatTokens(), found[1]
     block = max((b for b in page.blocks if b.kind == "text"), key=lambda b: len(b.answer))
     prepared = cut(Image.fromarray(page.picture), block.box)
-    targets, last_two, _ = np.split(glyph_targets(block, prepared, tokens), (1, 3), axis=1)
-    targets = targets[:, 0]
     _, places = patched(prepared.picture)
+    targets, *last_two = glyph_targets(block, prepared, tokens)[tuple(places.T)].T
+    last_two = np.stack(last_two, 1)
     marked = np.flatnonzero(targets)
     assert 0.6 * len(block.glyphs) < len(marked) <= len(block.glyphs)
     order = np.lexsort((places[marked][:, 1], places[marked][:, 0]))
