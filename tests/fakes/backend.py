@@ -175,7 +175,7 @@ def strings(name: str, *values: bytes) -> Tensor:
     return Tensor(name, np.array(values, dtype=np.object_))
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_until(condition: Callable[[], Any], seconds: float = 5.0) -> None:
     """Waits for another thread; fails the test if it takes longer than `seconds`."""
     pause = threading.Event()
     for _ in range(int(seconds * 200)):

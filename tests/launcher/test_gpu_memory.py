@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
 
@@ -77,31 +76,29 @@ def test_weights_are_counted_by_their_files_headers(tmp_path: Path) -> None:
         weights_of(tmp_path, "", VISION)
 
 
-def test_the_device_is_found_without_touching_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_found_without_touching_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def driver(name: str) -> None:
         if not loadable:
             raise OSError(f"{name}: cannot open shared object file")
 
-    class Files:
-        def __init__(self, folder: str) -> None:
-            self.folder = folder
-
-        def glob(self, pattern: str) -> list[str]:
-            return [name for folder, name in there if folder == self.folder and fnmatch(name, pattern)]
-
-    monkeypatch.setattr(gpu, "Path", Files)
+    traces = [(str(tmp_path / folder.strip("/")), name) for folder, name in gpu.TRACES_OF_GPUS]
+    monkeypatch.setattr(gpu, "TRACES_OF_GPUS", traces)
     monkeypatch.setattr(ctypes, "CDLL", driver)
     monkeypatch.setattr(metadata, "version", lambda name: "2.13.0")
     loadable = True
-    for trace in (("/proc/driver/nvidia/gpus", "0000:00:06.0"), ("/dev", "nvidia3"), ("/dev", "dxg")):
-        there = [trace]
+    for name in ("proc/driver/nvidia/gpus/0000:00:06.0", "dev/nvidia3", "dev/dxg"):
+        trace = tmp_path / name
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        trace.touch()
         assert find_device({}) == find_device({"CUDA_VISIBLE_DEVICES": "1"}) == "cuda"
         assert find_device({"CUDA_VISIBLE_DEVICES": ""}) == find_device({"CUDA_VISIBLE_DEVICES": "-1"}) == "cpu"
+        trace.unlink()
+    (tmp_path / "dev" / "nvidiactl").touch()
+    assert find_device({}) == "cpu"
+    (tmp_path / "dev" / "nvidia0").touch()
     loadable = False  # a container without a GPU on a host with one
     assert find_device({}) == "cpu"
-    loadable, there = True, [("/dev", "nvidiactl")]
-    assert find_device({}) == "cpu"
-    there = [("/dev", "nvidia0")]
+    loadable = True
     monkeypatch.setattr(metadata, "version", lambda name: "2.13.0+cpu")
     assert find_device({}) == "cpu"
 

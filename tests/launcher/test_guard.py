@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes.backend import wait_until
 
 from tessera.launcher import guard
 from tessera.launcher.process import Child, command_line
@@ -100,8 +100,7 @@ class Guarded:
 
 def test_a_server_that_will_not_stop_goes_with_its_orphans() -> None:
     running = Guarded(STUBBORN)
-    while len(running.files()) < 2:
-        time.sleep(0.02)
+    wait_until(lambda: len(running.files()) >= 2, 30)
     pids = guard.descendants(running.process.pid)
     assert running.server in pids and len(pids) >= 2
     end = running.end(stop=True)
@@ -125,9 +124,7 @@ def mps_control(folder: Path, first: str = "") -> Path:
 
 def eventually(file: Path) -> str:
     """What the file holds once it holds something."""
-    deadline = time.monotonic() + 10
-    while not (file.exists() and file.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: file.exists() and file.read_text(), 30)
     return file.read_text()
 
 

@@ -6,12 +6,12 @@ import http.client
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
+from fakes.backend import wait_until
 
 from tessera.errors import ConfigError
 from tessera.launcher import health
@@ -80,17 +80,10 @@ def pinger(stage: Stage) -> Iterator[Pinger]:
     made.stop()
 
 
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_a_stage_that_answers_with_errors_is_dead_after_the_same_time(stage: Stage, pinger: Pinger) -> None:
     stage.status = 500
     pinger.start()
-    until(pinger.failure)
+    wait_until(pinger.failure, PATIENCE_S)
     assert pinger.failure() == "stage has not answered for 1 s (broken)"
     assert stage.pings == 4  # each took a quarter of a second
 
@@ -99,10 +92,10 @@ def test_a_stage_at_work_is_alive_though_its_ping_waits_in_the_queue(stage: Stag
     """Rows change within a long batch, a dozen of the vision stage's forwards, of which the server counts nothing."""
     stage.status, stage.works = 500, lambda: setattr(stage, "rows", stage.rows + 1)
     pinger.start()
-    until(lambda: stage.pings >= 6)
+    wait_until(lambda: stage.pings >= 6, PATIENCE_S)
     assert pinger.failure() is None
     stage.works = lambda: None
-    until(pinger.failure)
+    wait_until(pinger.failure, PATIENCE_S)
 
 
 def test_what_brings_nothing_useful_is_no_answer() -> None:

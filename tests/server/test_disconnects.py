@@ -174,7 +174,7 @@ def waiting_at_preprocess(server) -> float:
 
 
 def test_pictures_of_a_killed_client_do_not_hold_up_another(server, tmp_path):
-    for number, picture in enumerate(crowd(48)):
+    for number, picture in enumerate(crowd(32)):
         (tmp_path / f"{number}.jpg").write_bytes(picture)
     program = """
 import asyncio, pathlib, sys
@@ -188,7 +188,7 @@ asyncio.run(ask())
     wait_for(running, server, 0, 60)
     client = subprocess.Popen([sys.executable, "-c", program, server.grpc_url, tmp_path])
     try:
-        while waiting_at_preprocess(server) < 20:
+        while waiting_at_preprocess(server) < 12:
             time.sleep(0.01)
             assert client.poll() is None
     finally:

@@ -21,7 +21,7 @@ from tessera_client import Client, InvalidRequest
 
 pytestmark = pytest.mark.server
 
-JOB = 192
+JOB = 128
 SCHEMA = {
     "type": "object",
     "properties": {"wire": {"enum": ["yes", "no"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
