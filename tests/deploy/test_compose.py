@@ -64,27 +64,20 @@ def test_a_service_is_pinned_confined_and_limited(name):
         assert "OTEL_EXPORTER_OTLP_ENDPOINT" in service["environment"]  # by name alone: unset stays unset
 
 
-def test_the_server_stands_on_the_release_everything_was_tested_with():
-    assert f"nvcr.io/nvidia/tritonserver:{TRITON_RELEASE}-py3" in base_images()
+def test_the_images_stand_on_the_release_everything_was_tested_with_and_end_as_an_ordinary_user():
     # A plan runs on the TensorRT that built it: the same release.
-    assert f"nvcr.io/nvidia/tensorrt:{TRITON_RELEASE}-py3" in base_images()
-
-
-def test_the_images_of_our_own_end_as_an_ordinary_user():
+    assert {f"nvcr.io/nvidia/{image}:{TRITON_RELEASE}-py3" for image in ("tritonserver", "tensorrt")} <= set(
+        base_images()
+    )
     for stage in re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]:
         users = re.findall(r"^USER (\S+)", stage, re.MULTILINE)
-        assert users
-        assert int(users[-1].partition(":")[0]) > 0
-        assert stage.rindex("USER ") > stage.rindex("RUN ")
+        assert users and int(users[-1].partition(":")[0]) > 0 and stage.rindex("USER ") > stage.rindex("RUN ")
 
 
 def test_the_model_repository_is_part_of_the_read_only_image():
     stage = DOCKERFILE.partition(" AS server")[2].partition("\nFROM ")[0]
-    assert "COPY model_repository/" in stage
-    assert "chmod -R a+rX,go-w /opt/tessera" in stage
-    assert "--chown" not in stage
-    assert "volumes" not in SERVICES["server"]
-    assert "volumes" not in SERVICES["server-gpu"]
+    assert "COPY model_repository/" in stage and "chmod -R a+rX,go-w /opt/tessera" in stage and "--chown" not in stage
+    assert "volumes" not in SERVICES["server"] and "volumes" not in SERVICES["server-gpu"]
     assert SERVICES["server-tensorrt"]["volumes"] == ["plan:/opt/tessera/plan:ro"]
 
 
@@ -137,12 +130,8 @@ def test_the_server_command_is_one_the_launcher_understands(monkeypatch):
     for model in DEFAULT_MODELS:
         chosen = cli.parse([*own, f"--default={model}"])[0].checkpoint
         assert f"COPY {chosen.relative_to('/opt/tessera')}/ " in DOCKERFILE
-    for command in (
-        yaml.safe_load(default),
-        own,
-        SERVICES["server-gpu"]["command"],
-        SERVICES["server-tensorrt"]["command"],
-    ):
+    served = (SERVICES[name]["command"] for name in ("server-gpu", "server-tensorrt"))
+    for command in (yaml.safe_load(default), own, *served):
         options = cli.parse([str(word) for word in command])[0]
         assert options.host == "0.0.0.0"
         assert str(options.model_repository) == "/opt/tessera/model_repository"
@@ -167,9 +156,6 @@ def test_docker_compose_accepts_the_file():
     docker = shutil.which("docker")
     if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True).returncode:
         pytest.skip("this docker client has no compose plugin (or there is none): the file was not checked by it")
-    run = subprocess.run(
-        [docker, "compose", "-f", str(COMPOSE), "--profile", "*", "config", "--quiet"],
-        capture_output=True,
-        text=True,
-    )
+    command = [docker, "compose", "-f", str(COMPOSE), "--profile", "*", "config", "--quiet"]
+    run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

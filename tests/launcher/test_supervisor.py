@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 
@@ -62,27 +63,15 @@ class Run:
         self.lines: list[str] = []
         self.pauses: list[float] = []
 
-        class Pings:
-            def __init__(self, *_: Any):
-                pass
-
-            def start(self) -> Pings:
-                if pings:
-                    raise pings
-                return self
-
-            def stop(self) -> None: ...
-            def failure(self) -> None: ...
-            def last(self, stage: str) -> tuple[None, None]:
-                return None, None
-
-        self.pings = Pings
+        pinger = Mock(failure=lambda: None, last=lambda stage: (None, None))
+        pinger.start = Mock(side_effect=pings, return_value=pinger)
+        self.make_pinger = lambda *_: pinger
 
         def sleep(seconds: float) -> None:
             self.server.now += seconds
             self.pauses.append(seconds)
 
-        monkeypatch.setattr(supervisor_module, "Pinger", Pings)
+        monkeypatch.setattr(supervisor_module, "Pinger", self.make_pinger)
         monkeypatch.setattr(supervisor_module.time, "monotonic", lambda: self.server.now)
         self.supervisor = Supervisor(
             self.server,  # type: ignore[arg-type]
@@ -141,7 +130,7 @@ def test_a_stop_ends_the_watch_and_leaves_the_state_at_stopping(monkeypatch: pyt
     monkeypatch.undo()  # the true sleep, which a stop cuts short
     monkeypatch.setattr(run.server, "failure", lambda: None)
     thread = threading.Thread(target=lambda: run.lines.append(f"ended: {run.supervisor.run()}"))
-    monkeypatch.setattr(supervisor_module, "Pinger", run.pings)
+    monkeypatch.setattr(supervisor_module, "Pinger", run.make_pinger)
     thread.start()
     while "ready" not in run.lines:
         thread.join(0.01)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import queue
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpcclient
 from faults.asking import bytes_input
-from http_door import QUESTION, generate_body, post, read, total
+from http_door import QUESTION, generate_body, post
 
 import scene
 from tessera.models.family import checkpoint_id
@@ -121,17 +120,6 @@ def test_a_control_request_cancels_by_request_id(server):
     assert reason == b"cancelled" and 0 < result.as_numpy("usage")[1] < 7000
 
 
-def test_logprobs_seed_and_stop(client, picture):
-    answer = client.ask(picture, LONG, max_tokens=6, logprobs=2, ignore_eos=True)
-    assert len(answer.logprobs) == 6
-    assert all(len(entry["top"]) == 2 and entry["logprob"] <= 0 for entry in answer.logprobs)
-    sampled = [client.ask(picture, LONG, max_tokens=12, temperature=1.5, seed=3).text for _ in range(2)]
-    assert sampled[0] == sampled[1]
-    whole = client.ask(picture, LONG, max_tokens=24).text
-    word = whole.split()[3]
-    assert client.ask(picture, LONG, max_tokens=24, stop=word).text == whole[: whole.index(word)]
-
-
 def test_a_client_is_told_which_checkpoint_is_served_while_it_asks(server):
     """On one stream tritonserver 2.51 would sooner or later abort."""
     for url in (server.grpc_url, server.http_url):
@@ -141,25 +129,6 @@ def test_a_client_is_told_which_checkpoint_is_served_while_it_asks(server):
             while not answers.done():
                 told.append(client.served())
             assert set(told) == {ServedModel(checkpoint_id(CHECKPOINT).hex(), "internvl")}
-
-
-def test_the_metrics_page_shows_the_engine(server, client, picture):
-    def page() -> dict[str, float]:
-        return read(server.metrics_url)
-
-    before = page()
-    answer = client.ask(picture, QUESTION, max_tokens=3, ignore_eos=True)
-    deadline = time.monotonic() + 10
-    # Requests of the tests before may still come to the page: this one's own tokens are waited for.
-    least = {
-        "tessera_time_to_first_token_seconds_count": 1,
-        "tessera_prompt_tokens_total": answer.usage.prompt_tokens,
-        "tessera_generated_tokens_total": 3,
-    }
-    while any(total(after, name) - total(before, name) < count for after in [page()] for name, count in least.items()):
-        assert time.monotonic() < deadline, "the page is renewed four times a second"
-        time.sleep(0.2)
-    assert total(page(), "tessera_kv_blocks_total") > 0
 
 
 def test_a_deadline_is_named_with_or_without_tokens(server, picture):
