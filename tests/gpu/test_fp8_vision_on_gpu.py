@@ -10,6 +10,7 @@ from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.tower_attention import attend, attend_class_apart
 from tessera.kernels.tower_layers import ATTENTIONS, gpu_kernels
 from tessera.models.registry import read_config
+from tessera.models.tower import unfilled_tower
 from tessera.settings.stages import VisionSettings
 from tessera.vision.fp8_tower import gate_tiles, serving_tower
 from tessera.vision.runner import load_runner, weight_bytes
@@ -76,7 +77,5 @@ def test_the_class_token_apart(shape):
 
 
 def test_what_is_kept_is_less_than_in_bfloat16(runner):
-    config = read_config(CHECKPOINT)
-    held = sum(each.nbytes for each in (*runner.tower.parameters(), *runner.tower.buffers()))
-    plain = weight_bytes(config, VisionSettings("torch", dtype="bfloat16"))
-    assert held <= weight_bytes(config, ON_GPU) <= 1.02 * held < 0.75 * plain
+    plain = weight_bytes(unfilled_tower(read_config(CHECKPOINT), torch.bfloat16))
+    assert weight_bytes(runner.tower) < 0.75 * plain

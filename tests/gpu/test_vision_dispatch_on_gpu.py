@@ -11,7 +11,6 @@ import pytest
 import torch
 from bench.parity import CHECKPOINT
 
-from tessera.models.registry import read_config
 from tessera.settings.stages import VisionSettings
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.memory import DeviceStreams, EmbeddingCache
@@ -160,7 +159,7 @@ def test_the_stage_stays_within_its_share():
     warm_up.close()
     torch.cuda.synchronize()
     # Workspaces of the matrix library count as the process's own, not the stage's.
-    weights = weight_bytes(read_config(CHECKPOINT), VisionSettings(runner="torch", device="cuda", dtype="bfloat16"))
+    weights = weight_bytes(stage.runner.tower)
     libraries = max(0, torch.cuda.memory_allocated() - before - weights - cache)
     torch.cuda.reset_peak_memory_stats()
     jobs = [Job(item(seed, 1 + seed % 13)) for seed in range(120)]

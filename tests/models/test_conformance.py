@@ -211,8 +211,8 @@ def test_the_original_layout_gives_its_native_twins_logits(tmp_path: Path, text:
 def test_pictures_of_many_sizes_are_cut_as_by_transformers(both: tuple[Preprocessor, Reference]) -> None:
     """Some keep their size in one family or the other; the rest is enlarged or shrunk."""
     kept = [(448, 448), (896, 448), (28, 112), (140, 196), (196, 84), (112, 112)]
-    sizes = [*kept, (640, 480), (1280, 720), (333, 1000), (1000, 97), (31, 17), (461, 449)]
-    sizes += np.exp(np.random.default_rng(2).uniform(2.3, 5.8, (8, 2))).astype(int).tolist()
+    sizes = [*kept, (640, 480), (333, 1000), (1000, 97), (31, 17), (461, 449)]
+    sizes += np.exp(np.random.default_rng(2).uniform(2.3, 5.8, (4, 2))).astype(int).tolist()
     for seed, (width, height) in enumerate(sizes):
         check_inputs(*both, one_picture("What is it?"), [picture(width, height, seed)])
 

@@ -62,8 +62,6 @@ def tokens(found: Prepared) -> list[int]:
     [
         ({}, {}, 22 * 31),
         ({"max_pixels": 256 * GROUP}, {}, 13 * 19),
-        ({"min_pixels": 1024 * GROUP}, {}, 27 * 39),
-        ({}, {"max_pixels": 256 * GROUP}, 13 * 19),
         ({}, {"min_pixels": 1024 * GROUP}, 27 * 39),
         ({"max_pixels": 256 * GROUP}, {"max_pixels": 64 * GROUP}, 6 * 9),
         ({"max_pixels": 256 * GROUP}, {"max_pixels": 1280 * GROUP}, 22 * 31),

