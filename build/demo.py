@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import answer_sheet
 import demo_documents
@@ -28,9 +26,9 @@ from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
 from tessera.settings.gpu import DEFAULT_MODELS
 from tessera_client import Answer, Client
+from tessera_evaluation.datasets import Item, heldout_items
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "build" / "default_model"))
 PASS = 0.75
 SHOWN = 48  # characters of an answer
 PORT = 9000  # of the gateway, where `tessera serve` is not told another
@@ -48,7 +46,8 @@ def main() -> int:
         return demo_documents.main([])
     console = Console(width=170)
     with tempfile.TemporaryDirectory(prefix="tessera-demo-") as folder:
-        files = write_pictures(Path(folder), arguments.pictures, console)
+        items = heldout_items(arguments.pictures, Path(folder), root=ROOT)
+        console.print(f"{len(items)} pictures rendered from the held-out set")
         options = ServerOptions(model_repository=ROOT / "model_repository", http_port=0, grpc_port=0, metrics_port=0)
         with (
             Server(options) as server,
@@ -58,29 +57,29 @@ def main() -> int:
             version = grpc.status().version
             console.print(f"tritonserver {version} is ready: gRPC {server.grpc_url}, HTTP {server.http_url}")
 
-            def ask(job: tuple[int, tuple[Path, Any]]) -> tuple[str, Answer]:
-                index, (path, item) = job
+            def ask(job: tuple[int, Item]) -> tuple[str, Answer]:
+                index, item = job
                 if index % 2:
-                    return "HTTP", http.ask(path, item.question)
-                with grpc.stream(path, item.question) as stream:
+                    return "HTTP", http.ask(item.picture, item.question)
+                with grpc.stream(item.picture, item.question) as stream:
                     return "gRPC", stream.answer()
 
-            ask((0, files[0]))  # the first request grows shared memory
+            ask((0, items[0]))  # the first request grows shared memory
             started = time.perf_counter()
             with ThreadPoolExecutor(arguments.concurrency) as pool:
-                answers = list(pool.map(ask, enumerate(files)))
+                answers = list(pool.map(ask, enumerate(items)))
             seconds = time.perf_counter() - started
         if arguments.sheet:
             entries = [
                 answer_sheet.Entry(
-                    Image.open(path),
+                    Image.open(item.picture),
                     [(item.question, "black"), (answer.text, RIGHT if is_right(item, answer) else WRONG)],
                 )
-                for (path, item), (_, answer) in zip(files[:9], answers)
+                for item, (_, answer) in zip(items[:9], answers)
             ]
             answer_sheet.write(arguments.sheet, entries)
-    console.print(table(files, answers))
-    correct = sum(is_right(item, answer) for (_, item), (_, answer) in zip(files, answers))
+    console.print(table(items, answers))
+    correct = sum(is_right(item, answer) for item, (_, answer) in zip(items, answers))
     summary = {
         "answers": len(answers),
         "correct": correct,
@@ -93,7 +92,7 @@ def main() -> int:
         f'make serve ARGS="--openai-port {PORT + 1}"), or any client of OpenAI\'s with the address '
         f"http://localhost:{PORT}/v1:\n\n{curl(PORT)}"
     )
-    return 0 if len(answers) == len(files) and correct >= PASS * len(files) else 1
+    return 0 if len(answers) == len(items) and correct >= PASS * len(items) else 1
 
 
 def curl(port: int) -> str:
@@ -106,40 +105,23 @@ def curl(port: int) -> str:
     )
 
 
-def is_right(item: Any, answer: Answer) -> bool:
+def is_right(item: Item, answer: Answer) -> bool:
     """Word for word; the held-out answers are unambiguous."""
     return answer.text.strip() == item.answer
 
 
-def write_pictures(folder: Path, count: int, console: Console) -> list[tuple[Path, Any]]:
-    """Renders held-out pictures, spread over the whole set and every kind of question, as JPEG files."""
-    import scene
-
-    items = scene.heldout()
-    chosen = items[:: len(items) // count][:count]
-    files = []
-    for item in chosen:
-        path = folder / f"{item.index:04d}-{item.width}x{item.height}.jpg"
-        path.write_bytes(scene.encode_jpeg(scene.sample(item.scene_seed, "heldout")))
-        files.append((path, item))
-    console.print(
-        f"{count} pictures rendered from the held-out set, {sum(p.stat().st_size for p, _ in files) >> 10} KiB of JPEG"
-    )
-    return files
-
-
-def table(files: list[tuple[Path, Any]], answers: list[tuple[str, Answer]]) -> Table:
+def table(items: list[Item], answers: list[tuple[str, Answer]]) -> Table:
     """The demo's picture of itself."""
     view = Table(title="Questions about pictures the model has never seen; milliseconds per stage")
     for name, width in (("picture", 14), ("over", 4), ("question", 40), ("answer", 16), ("expected", 16), ("", 1)):
         view.add_column(name, min_width=width)
     for stage in STAGES:
         view.add_column(stage.replace("_", " "), justify="right")
-    for (path, item), (transport, answer) in zip(files, answers):
+    for item, (transport, answer) in zip(items, answers):
         text = answer.text.strip()
         mark = "[green]✓" if is_right(item, answer) else "[red]✗"
         spent = [f"{getattr(answer.timings, stage):.0f}" for stage in STAGES]
-        view.add_row(path.stem, transport, item.question, shown(text), shown(item.answer), mark, *spent)
+        view.add_row(item.picture.stem, transport, item.question, shown(text), shown(item.answer), mark, *spent)
     return view
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
@@ -31,6 +32,7 @@ from tessera_command.cli import main as tessera
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "build" / "document_model"), str(ROOT / "build" / "training"), str(ROOT / "loadtest")]
 REPOSITORY = ROOT / "model_repository"
+DOTS_PER_INCH = 200
 NOT_TEXT = ("table", "equation", "image")
 RENAMED = {"list_item": "text"}
 """Kinds of blocks that MinerU's post-processing calls something else, whatever the model said."""
@@ -71,11 +73,26 @@ def layout_f1(pages: Sequence[Score]) -> float:
     return 2 * sum(page.hits for page in pages) / max(1, sum(page.blocks for page in pages))
 
 
+def write_pages(out: Path, count: int, first: int = 0) -> None:
+    """pages.pdf of held-out pages from number ``first`` on, scans as large as they were drawn; truth.json has for each
+    page its blocks in reading order: kind, box in thousandths, answer."""
+    from document_samples import thousandths
+
+    import pages
+
+    out.mkdir(parents=True, exist_ok=True)
+    chosen = [pages.sample(first + index, "heldout") for index in range(count)]
+    pictures = [Image.fromarray(page.picture) for page in chosen]
+    pictures[0].save(out / "pages.pdf", save_all=True, append_images=pictures[1:], resolution=DOTS_PER_INCH, quality=92)
+    truth = [
+        [{"type": b.kind, "box": thousandths(b.box, page), "content": b.answer} for b in page.blocks] for page in chosen
+    ]
+    (out / "truth.json").write_text(json.dumps(truth, indent=1, ensure_ascii=False) + "\n")
+
+
 def parsed(out: Path, arguments: argparse.Namespace) -> list[Score]:
     """Writes the pages, parses them into ``out`` and scores them. Raises SystemExit where a page was not parsed."""
-    import write_pages
-
-    write_pages.write(out, arguments.pages, arguments.first)
+    write_pages(out, arguments.pages, arguments.first)
     ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
     with Server(
         ServerOptions(REPOSITORY, checkpoint=arguments.checkpoint, settings={"device": "cpu"}, **ports)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "build" / "default_model"), str(ROOT / "build" / "document_model")]
 SAMPLES = ROOT / "clients" / "tessera_command" / "samples"
 PICTURES, MOST_PICTURE_BYTES = 12, 26_000
-MOST_PAGE_BYTES, QUALITY = 70_000, 60
+MOST_PAGE_BYTES, QUALITY, DOTS_PER_INCH = 70_000, 60, 200
 
 
 def rooms(folder: Path) -> None:
@@ -52,8 +52,6 @@ def rooms(folder: Path) -> None:
 
 
 def documents(folder: Path) -> None:
-    from write_pages import DOTS_PER_INCH
-
     import pages
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 
 import numpy as np
@@ -109,42 +110,32 @@ def patched(picture: Image.Image) -> tuple[np.ndarray, np.ndarray]:
     return split.reshape(-1, PATCH * PATCH), places.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
 
 
-def patch_index(places: np.ndarray, across: int) -> np.ndarray:
-    """Where patches at ``places`` [n, 2] (row, column) stand in that order; ``across``: columns of patches."""
-    rows, columns = places[:, 0], places[:, 1]
-    group = rows // MERGE * (across // MERGE) + columns // MERGE
-    return group * MERGE**2 + rows % MERGE * MERGE + columns % MERGE
+@cache
+def character_class(tokens: ChatTokens, character: str) -> int:
+    """Its token, if it has one of its own; otherwise none."""
+    ids = tokens.ids(character)
+    return ids[0] if len(ids) == 1 else NO_GLYPH
 
 
-def glyph_targets(block: Block, prepared: Cut, tokens: ChatTokens, within: slice = slice(None)) -> np.ndarray:
-    """int16 [patches, 3]: the token of the character whose middle a patch holds (0: none), and of the two before it."""
-    width, height = prepared.picture.size
-    targets = np.zeros((width * height // PATCH**2, TARGETS), np.int16)
-    glyphs, places = block.glyphs[within], block.places[within]
-    places = (places + prepared.shift) * prepared.scale // PATCH
-    seen = ((places >= 0) & (places < (width // PATCH, height // PATCH))).all(1)
-    classes = np.array([character_class(tokens, glyph) for glyph in glyphs], np.int16)
-    index = patch_index(places[seen][:, ::-1].astype(np.int64), width // PATCH)
+def glyph_targets(block: Block, prepared: Cut, tokens: ChatTokens) -> np.ndarray:
+    """int16 [rows, columns, 3] of patches: the token of the character whose middle is there (0: none), and of the two
+    before it."""
+    across, down = (side // PATCH for side in prepared.picture.size)
+    targets = np.zeros((down, across, TARGETS), np.int16)
+    places = (block.places + prepared.shift) * prepared.scale // PATCH
+    seen = ((places >= 0) & (places < (across, down))).all(1)
+    classes = np.array([character_class(tokens, glyph) for glyph in block.glyphs], np.int16)
+    columns, rows = places[seen].astype(np.int64).T
     for back in range(3):
         before = np.concatenate((np.zeros(back, np.int16), classes))[: len(classes)]
-        targets[index, back] = before[seen]
+        targets[rows, columns, back] = before[seen]
     return targets
 
 
-_CLASSES: dict[str, int] = {}
-
-
-def character_class(tokens: ChatTokens, character: str) -> int:
-    """Its token, if it has one of its own; otherwise none."""
-    if character not in _CLASSES:
-        ids = tokens.ids(character)
-        _CLASSES[character] = ids[0] if len(ids) == 1 else NO_GLYPH
-    return _CLASSES[character]
-
-
 def layout_targets(page: Page) -> np.ndarray:
-    """int16 [patches, 3]: the number of the block that covers a patch, from 1 on (0: none), whether one begins (its top
-    left corner), whether one ends there. Lines can be thinner than a patch: each block has those of its middle."""
+    """int16 [rows, columns, 3]: the number of the block that covers a patch, from 1 on (0: none), whether one begins
+    (its top left corner), whether one ends there. Lines can be thinner than a patch: each block has those of its
+    middle."""
     count = LAYOUT_SIDE // PATCH
     height, width = page.picture.shape
     grid = np.zeros((count, count, TARGETS), np.int16)
@@ -155,8 +146,7 @@ def layout_targets(page: Page) -> np.ndarray:
         grid[y0, x0, BEGINS] = grid[y1, x1, ENDS] = 1
     for number, ((x0, _, x1, _), middle) in enumerate(zip(places, (boxes[:, 1] + boxes[:, 3]) / 2), 1):
         grid[int(middle), x0 : x1 + 1, NUMBER] = number
-    order = np.indices((count // 2, 2, count // 2, 2)).transpose(1, 3, 2, 4, 0).reshape(-1, 4)
-    return grid[order[:, 0] * 2 + order[:, 1], order[:, 2] * 2 + order[:, 3]]
+    return grid
 
 
 def layout_sample(page: Page, tokens: ChatTokens) -> Sample:
@@ -164,7 +154,8 @@ def layout_sample(page: Page, tokens: ChatTokens) -> Sample:
     patches, places = patched(picture)
     blocks = [(0,) * 5, *((1 + KINDS.index(block.kind), *thousandths(block.box, page)) for block in page.blocks)]
     answer = tokens.answer(layout_answer(page))
-    return Sample("layout", "layout", patches, places, answer, layout_targets(page), np.array(blocks, np.int16))
+    dense = layout_targets(page)[tuple(places.T)]
+    return Sample("layout", "layout", patches, places, answer, dense, np.array(blocks, np.int16))
 
 
 def block_sample(page: Page, picture: Image.Image, block: Block, tokens: ChatTokens, dice: Random | None) -> Sample:
@@ -177,33 +168,8 @@ def block_sample(page: Page, picture: Image.Image, block: Block, tokens: ChatTok
         box = [max(0, box[0]), max(0, box[1]), min(width, box[2]), min(height, box[3])]
     prepared = cut(picture, (box[0], box[1], box[2], box[3]))
     patches, places = patched(prepared.picture)
-    dense = glyph_targets(block, prepared, tokens)
+    dense = glyph_targets(block, prepared, tokens)[tuple(places.T)]
     return Sample(step_of(block.kind), block.kind, patches, places, tokens.answer(block.answer), dense)
-
-
-def line_samples(
-    page: Page, picture: Image.Image, block: Block, tokens: ChatTokens, dice: Random, most: int
-) -> Iterable[Sample]:
-    """Each line of a block in pieces of at most ``most`` words, cut between words."""
-    start = 0
-    for line in block.lines:
-        words = line.text.split(" ")
-        ends = np.cumsum([len(word) for word in words]) + start
-        begins = [start, *ends[:-1].tolist()]
-        xs = block.places[:, 0]
-        first = 0
-        while first < len(words):
-            last = min(len(words), first + dice.randint(1, most))
-            within = slice(begins[first], int(ends[last - 1]))
-            left = line.box[0] - 3 if first == 0 else (xs[within.start - 1] + xs[within.start]) / 2
-            right = line.box[2] + 3 if last == len(words) else (xs[within.stop - 1] + xs[within.stop]) / 2
-            margin = dice.uniform(-1, 4)
-            prepared = cut(picture, (left, line.box[1] - margin, right, line.box[3] + margin))
-            patches, places = patched(prepared.picture)
-            answer = tokens.answer(" ".join(words[first:last]))
-            yield Sample("text", "line", patches, places, answer, glyph_targets(block, prepared, tokens, within))
-            first = last
-        start = int(ends[-1])
 
 
 def read_blocks(page: Page) -> Sequence[Block]:

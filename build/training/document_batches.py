@@ -11,7 +11,7 @@ from random import Random
 
 import numpy as np
 import torch
-from document_samples import TARGETS, Sample, block_sample, layout_sample, line_samples, read_blocks
+from document_samples import TARGETS, Sample, block_sample, layout_sample, read_blocks
 from document_tokens import IMAGE_PAD, PAD, ChatTokens
 from feed import Feed, Item
 from PIL import Image
@@ -25,18 +25,14 @@ PENALTIES = {"layout": (0.0, 0.0), "text": (1.0, 0.05), "equation": (1.0, 0.05),
 
 @dataclass(frozen=True)
 class Plan:
-    """What is in the batches: up to number ``words`` pieces of lines of a few words, up to ``lines`` whole lines
-    too, then blocks. ``patches``: about how many of crops a batch has; ``chunk``: at most how many of them a chunk
-    has, padding included; ``layouts``: whole pages a batch; ``longest``: tokens of an answer, above which a sample is
-    left out; ``repeat``: this many batches over and over, to see whether they can be learnt (0: all are new)."""
+    """What is in the batches. ``patches``: about how many of crops a batch has; ``chunk``: at most how many of them a
+    chunk has, padding included; ``layouts``: whole pages a batch; ``longest``: tokens of an answer, above which a
+    sample is left out."""
 
-    words: int = 400
-    lines: int = 1200
     patches: int = 160_000
     chunk: int = 64_000
     layouts: int = 6
     longest: int = 1000
-    repeat: int = 0
 
 
 @dataclass
@@ -135,7 +131,6 @@ def chunks(samples: Sequence[Sample], tokens: ChatTokens, budget: int) -> Iterat
 
 def batch(number: int, plan: Plan, tokens: ChatTokens) -> list[Chunk]:
     """The chunks of batch ``number``."""
-    number = number % plan.repeat if plan.repeat else number
     dice = Random(f"batch/{number}")
     samples: list[Sample] = []
     layouts, used, page_number = 0, 0, 0
@@ -152,28 +147,11 @@ def batch(number: int, plan: Plan, tokens: ChatTokens) -> list[Chunk]:
         for block in read_blocks(page):
             if used >= plan.patches:
                 break
-            for sample in _of_block(number, plan, page, picture, block, tokens, dice):
-                if len(sample.answer) <= plan.longest:
-                    samples.append(sample)
-                    used += len(sample.patches)
+            sample = block_sample(page, picture, block, tokens, dice)
+            if len(sample.answer) <= plan.longest:
+                samples.append(sample)
+                used += len(sample.patches)
     return list(chunks(samples, tokens, plan.chunk))
-
-
-def _of_block(
-    number: int,
-    plan: Plan,
-    page: pages.Page,
-    picture: Image.Image,
-    block: pages.Block,
-    tokens: ChatTokens,
-    dice: Random,
-) -> Iterator[Sample]:
-    if number < plan.words:
-        yield from line_samples(page, picture, block, tokens, dice, most=3)
-    elif number < plan.lines:
-        yield from line_samples(page, picture, block, tokens, dice, most=dice.choice((3, 20)))
-    else:
-        yield block_sample(page, picture, block, tokens, dice)
 
 
 class Batch:

@@ -25,7 +25,7 @@ from transformers import Qwen2VLForConditionalGeneration
 from pages import KINDS
 
 PATCH_LOSSES = ("letters", "blocks")
-PLANNED = ("words", "lines", "patches", "chunk", "layouts", "repeat")
+PLANNED = ("patches", "chunk", "layouts")
 
 
 def random_gain(count: int, device: torch.device, generator: torch.Generator) -> torch.Tensor:

@@ -89,9 +89,6 @@ class Penalties(LogitsProcessor):
 class HeldOut:
     """The first ``count`` held-out pages, asked once. Forks for ``workers`` > 1: before CUDA is touched."""
 
-    penalties = True
-    """Whether answers are generated under the penalties of MinerU's client."""
-
     def __init__(self, count: int, tokens: ChatTokens, workers: int = 1) -> None:
         self.tokens = tokens
         cv2.setNumThreads(1)  # as in feed
@@ -126,7 +123,7 @@ class HeldOut:
         samples = [self.samples[i] for i in indices]
         held = {name: tensor.to(device) for name, tensor in inputs(samples, self.tokens).items()}
         length = held["input_ids"].shape[1]
-        penalties = self.penalties * torch.tensor([PENALTIES[sample.step] for sample in samples], device=device)
+        penalties = torch.tensor([PENALTIES[sample.step] for sample in samples], device=device)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
             got = model.generate(
                 **held,
@@ -233,18 +230,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--pages", type=int, default=200)
     parser.add_argument("--failures", type=Path, help="folder for pictures of what was read worst")
     parser.add_argument("--shown", type=int, default=24, help="how many of these")
-    parser.add_argument("--no-penalties", action="store_true", help="greedy alone, to see what they cost; no figures")
     arguments = parser.parse_args(argv)
     held_out = HeldOut(arguments.pages, ChatTokens(), arguments.workers)
-    held_out.penalties = not arguments.no_penalties
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = Qwen2VLForConditionalGeneration.from_pretrained(arguments.checkpoint, dtype=torch.float32).to(device).eval()
     answers = held_out.answers(model, device)
     command = f"python build/training/evaluate.py documents --pages {arguments.pages}"
     for name, value in figures(held_out.pairs(answers)).items():
-        if arguments.no_penalties:
-            print(name, value)
-            continue
         emit(f"docs.{name}", value, "share", command, pages=arguments.pages, samples=len(held_out.samples))
     if arguments.failures:
         write_failures(arguments.failures, failures(held_out, answers), arguments.shown)

@@ -11,74 +11,58 @@ from hypothesis import strategies as st
 from tessera.errors import InvalidRequest
 from tessera.prompt.messages import IMAGE, Message, parse_chat
 
-
-def test_text_alone_is_one_user_turn() -> None:
-    chat = parse_chat("Hello?", None, 0)
-    assert chat.messages == (Message("user", "Hello?"),)
-    assert chat.sources == ()
-
-
-def test_images_without_places_stand_in_front() -> None:
-    chat = parse_chat("Compare them.", None, 2)
-    assert chat.messages == (Message("user", (IMAGE, IMAGE, "Compare them.")),)
-    assert chat.sources == (0, 1)
-
-
-def test_markers_stay_where_they_are() -> None:
-    chat = parse_chat("First <image>, second <image>.", None, 2)
-    assert chat.messages == (Message("user", "First <image>, second <image>.", markers=True),)
-    assert chat.sources == (0, 1)
-
-
-def test_parts_and_urls_are_taken_in_order() -> None:
-    url = "data:image/jpeg;base64,AAAA"
-    messages = [
-        {"role": "system", "content": "An <image> here is text."},
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Like this?"}]},
-        {"role": "assistant", "content": "No, not <image>."},
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url, "detail": "auto"}}]},
-        {"role": "user", "content": [{"type": "image"}]},
-    ]
-    chat = parse_chat(None, messages, 2)
-    assert chat.sources == (0, url, 1) and chat.low == (False, False, False)
-    assert [message.role for message in chat.messages] == ["system", "user", "assistant", "user", "user"]
-
-
-def test_each_image_part_says_its_detail() -> None:
-    parts = [{"type": "image"}, {"type": "image_url", "image_url": {"url": "data:,", "detail": "low"}}]
-    chat = parse_chat(None, user([*parts, {"type": "image", "detail": "high"}, {"type": "image", "detail": "low"}]), 3)
-    assert chat.low == (False, True, False, True)
-    assert parse_chat("<image>", None, 1).low == parse_chat("in front", None, 1).low == (False,)
-
-
-def test_markers_of_several_turns_are_taken_in_order() -> None:
-    messages = [
-        {"role": "system", "content": "An <image> here is text."},
-        {"role": "user", "content": [{"type": "text", "text": "Like <image> and <image>?"}]},
-        {"role": "assistant", "content": "No, not <image>."},
-        {"role": "user", "content": "And <image>?"},
-    ]
-    chat = parse_chat(None, messages, 3)
-    assert chat.sources == (0, 1, 2)
-    assert [message.markers for message in chat.messages] == [False, True, False, True]
-
-
-@pytest.mark.parametrize("picture", [{"type": "image"}, {"type": "image_url", "image_url": {"url": "data:,"}}])
-def test_beside_image_parts_a_marker_is_text(picture: dict[str, Any]) -> None:
-    messages = [
-        {"role": "user", "content": "What does the tag <image> mean in this code?"},
-        {"role": "user", "content": [picture, {"type": "text", "text": "<image src=...>, <image>"}]},
-    ]
-    chat = parse_chat(None, messages, int(picture["type"] == "image"))
-    assert len(chat.sources) == 1
-    assert not any(message.markers for message in chat.messages)
-
-
 URL = {"type": "image_url", "image_url": {"url": "data:"}}
 
 
 def user(content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
+
+
+SYSTEM = {"role": "system", "content": "An <image> here is text."}
+NO = {"role": "assistant", "content": "No, not <image>."}
+LOW = {"type": "image_url", "image_url": {"url": "data:,", "detail": "low"}}
+CODE = {"type": "text", "text": "<image src=...>, <image>"}
+
+
+@pytest.mark.parametrize(
+    ("text", "messages", "images", "sources", "low"),
+    [
+        ("Hello?", None, 0, (), ()),
+        ("Compare them.", None, 2, (0, 1), (False, False)),
+        ("First <image>, second <image>.", None, 2, (0, 1), (False, False)),
+        (
+            None,
+            [SYSTEM, *user([{"type": "image"}]), NO, *user([URL]), *user([{"type": "image"}])],
+            2,
+            (0, "data:", 1),
+            (),
+        ),
+        (
+            None,
+            [SYSTEM, *user([{"type": "text", "text": "<image> <image>?"}]), NO, *user("<image>?")],
+            3,
+            (0, 1, 2),
+            (),
+        ),
+        (None, user([LOW, {"type": "image", "detail": "high"}]), 1, ("data:,", 0), (True, False)),
+        (None, [*user("What is the tag <image> here?"), *user([{"type": "image"}, CODE])], 1, (0,), ()),
+        (None, [*user("What is the tag <image> here?"), *user([URL, CODE])], 0, ("data:",), ()),
+    ],
+)
+def test_images_are_taken_in_order(text: Any, messages: Any, images: int, sources: Any, low: Any) -> None:
+    chat = parse_chat(text, messages, images)
+    assert chat.sources == sources and chat.low == (low or (False,) * len(sources))
+    if messages:
+        assert [message.role for message in chat.messages] == [message["role"] for message in messages]
+
+
+def test_where_images_stand_in_a_turn() -> None:
+    """Beside an image part a marker is text."""
+    assert parse_chat("Two.", None, 2).messages == (Message("user", (IMAGE, IMAGE, "Two.")),)
+    assert parse_chat("A <image>.", None, 1).messages == (Message("user", "A <image>.", markers=True),)
+    assert parse_chat("Hello?", None, 0).messages == (Message("user", "Hello?"),)
+    beside = parse_chat(None, [*user("<image>"), *user([{"type": "image"}, CODE])], 1)
+    assert not any(message.markers for message in beside.messages)
 
 
 @pytest.mark.parametrize(

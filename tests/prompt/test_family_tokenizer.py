@@ -74,13 +74,6 @@ def pair(
     return Tokenizer.from_folder(folder), reference
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_sentencepiece_texts(pair: Any, text: str) -> None:
-    ours, reference = pair
-    assert ours.encode(text) == reference.encode(text)
-    assert ours.decode(reference.encode(text)) == reference.decode(reference.encode(text))
-
-
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=ORDINARY)
 def test_sentencepiece_any_text(pair: Any, text: str) -> None:
@@ -129,12 +122,6 @@ def test_phi3_files(tmp_path: Path) -> None:
     for text in [*TEXTS, "<|user|>\nIs it?<|end|><|assistant|>\n Yes. <|end|>", "a<|end|>b", " <|end|>"]:
         assert ours.prefix_ids + ours.encode(text) == reference(text)["input_ids"], text
         assert ours.decode(ours.encode(text)) == reference.decode(ours.encode(text), skip_special_tokens=True), text
-
-
-def test_a_legacy_tokenizer_puts_a_space_before_every_text(tmp_path: Path) -> None:
-    first = write_phi3_tokenizer(tmp_path, PHI3_TOKENS, legacy=True)
-    bare = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
-    assert Tokenizer.from_folder(tmp_path).encode("a<|end|>b") == [*bare.encode("a"), first + 3, *bare.encode("b")]
 
 
 def write_vocab_and_merges(folder: Path, tokenizer: Any) -> dict[str, int]:

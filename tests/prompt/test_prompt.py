@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from models import checkpoint_folders as folders
 from test_family_tokenizer import PHI3_TOKENS
@@ -70,24 +70,6 @@ def plain_case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(folders.write_hf_folder(tmp_path_factory.mktemp("plain"), folders.byte_level(folders.QWEN2_WORDS)))
 
 
-TEXTS = [
-    "Is there a socket?",
-    "\nfirst a newline",
-    "  spaces   inside and at the end  ",
-    "trailing newline\n\n",
-    "It's 12345 steps — café 中文 🙂\r\n\tcode();",
-    "a < b > c <| d |> e",
-    "<ref>the cat</ref> is where?",
-    "e\u0301 decomposed",
-    "\ue000 private \ue001 use",
-]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_ordinary_text_as_transformers(case: Case, text: str) -> None:
-    assert case.ours(text).input_ids.tolist() == case.theirs([{"role": "user", "content": text}])
-
-
 SPELLED = [*folders.SPECIAL, "<unk>", "<s>", "</s>", "<image>"]
 ORDINARY = st.text(
     st.sampled_from("ab é.\n\t'1<>|中🙂_Y") | st.characters(exclude_categories=["Cs"]), min_size=1
@@ -96,6 +78,10 @@ ORDINARY = st.text(
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=ORDINARY)
+@example(text="\n  spaces   inside and at the end  \n\n")
+@example(text="It's 12345 steps — café 中文 🙂\r\n\tcode();")
+@example(text="<ref>the cat</ref> < b > c <| d |> where?")
+@example(text="e\u0301 decomposed, \ue000 private \ue001 use")
 def test_any_text_as_transformers(case: Case, text: str) -> None:
     assert case.ours(text).input_ids.tolist() == case.theirs([{"role": "user", "content": text}])
 
@@ -198,15 +184,6 @@ def test_no_pieces_of_special_tokens_make_one(case: Case, pieces: list[str]) -> 
         return [int(index) for index in ids if index in special]
 
     assert controls(pieces) == controls(["harmless"])
-
-
-@pytest.mark.parametrize("forged", ["<|im_end|>", "<IMG_CONTEXT>"])
-def test_a_special_token_as_a_whole_part_is_text(tmp_path: Path, forged: str) -> None:
-    """Between two of the template's own tokens, nothing but the token's text stands there."""
-    case = Case(folders.write_hf_folder(tmp_path, folders.byte_level(), "<img>{{ messages[0]['content'] }}</img>"))
-    ids = case.ours(forged).input_ids.tolist()
-    assert case.tokenizer.token_id(forged) not in ids
-    assert case.tokenizer.decode(ids, skip_special_tokens=False) == f"<img>{forged}</img>"
 
 
 def test_a_marker_cannot_finish_a_special_token(plain_case: Case) -> None:

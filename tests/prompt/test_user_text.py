@@ -59,39 +59,6 @@ def test_templates_see_the_plain_text(looking: Case, text: str) -> None:
         assert looking.ours(text).input_ids.tolist() == looking.theirs([{"role": "user", "content": text}])
 
 
-# What Qwen3's own template does with a chat: it cuts off what an assistant thought, but for what follows the last
-# question.
-QUERIES = """{%- set ns = namespace(last=messages|length - 1, open=true) %}
-{%- for m in messages[::-1] %}{% set index = messages|length - 1 - loop.index0 %}
-{%- if ns.open and m.role == 'user' and m.content is string and not (m.content.startswith('<tool_response>')
-    and m.content.endswith('</tool_response>')) %}{% set ns.open = false %}{% set ns.last = index %}{% endif %}
-{%- endfor %}
-{%- for m in messages %}{% set content = m.content if m.content is string else '' %}
-{%- if m.role == 'assistant' %}{% set thought = '' %}
-{%- if '</think>' in content %}
-{%- set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
-{%- set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}
-{%- if loop.index0 > ns.last and (loop.last or thought) %}
-{{- '<|im_start|>assistant\n<think>\n' + thought.strip('\n') + '\n</think>\n\n' + content }}
-{%- else %}{{ '<|im_start|>assistant\n' + content }}{% endif %}
-{%- else %}{{ '<|im_start|>' + m.role + '\n' + content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
-{%- endif %}"""
-
-
-@pytest.mark.parametrize("turns", [1, 3, 4])
-def test_a_template_that_keeps_the_last_thoughts(tmp_path: Path, turns: int) -> None:
-    case = Case(folders.write_hf_folder(tmp_path, folders.byte_level(), QUERIES))
-    messages = [
-        {"role": "user", "content": "is it? <tool_response>"},
-        {"role": "assistant", "content": "<think>\nwell, <b> ...\n</think>\n\nYes."},
-        {"role": "user", "content": "<tool_response>and now?</tool_response>"},
-        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nNo."},
-    ][:turns]
-    assert case.ours(messages=messages).input_ids.tolist() == case.theirs(messages)
-
-
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pieces=st.lists(st.sampled_from([*FRAGMENTS, "m", " ", "\n"]), min_size=1, max_size=6))
 def test_hostile_texts_make_no_special_token(looking: Case, pieces: list[str]) -> None:

@@ -14,7 +14,7 @@ from answer_sheet import RIGHT, WRONG, write
 from checkpoints import DOCUMENTS
 from document_batches import PENALTIES, Plan, batch, chunk
 from document_network import LOOKING, embedded, image_rows, looks, patch_states, text_states
-from document_samples import Sample, block_sample, layout_sample, line_samples, read_blocks, thousandths
+from document_samples import Sample, block_sample, layout_sample, read_blocks, thousandths
 from document_tokens import ChatTokens
 from document_trainer import penalised
 from evaluate import HeldOut, failures, inputs, write_failures
@@ -81,21 +81,13 @@ def test_generated_answers_are_the_greedy_ones_under_the_penalties(
 
 
 def test_a_batch_is_made_from_its_number_alone() -> None:
-    plan = Plan(words=0, lines=0, patches=3000, chunk=4000, layouts=1)
+    plan = Plan(patches=3000, chunk=4000, layouts=1)
     first, again = batch(7, plan, TOKENS), batch(7, plan, TOKENS)
     other = batch(8, plan, TOKENS)
     assert [chunk.layout for chunk in first][-1] and len(first) == len(again)
     for one, two in zip(first, again, strict=True):
         assert all(np.array_equal(one.arrays[name], two.arrays[name]) for name in one.arrays)
     assert not np.array_equal(first[0].arrays["labels"], other[0].arrays["labels"])
-
-
-def test_pieces_of_lines_say_together_what_the_block_says() -> None:
-    page = pages.sample(1)
-    picture = Image.fromarray(page.picture)
-    block = max((b for b in page.blocks if b.kind == "text"), key=lambda b: len(b.answer))
-    pieces = line_samples(page, picture, block, TOKENS, pages.Random(0), 3)
-    assert " ".join(TOKENS.decode(piece.answer) for piece in pieces) == block.answer
 
 
 def test_penalties_in_training_are_those_of_generation() -> None:
@@ -118,7 +110,7 @@ def test_penalties_in_training_are_those_of_generation() -> None:
 def test_a_run_begins_with_a_checkpoint_s_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And goes on with its own, with all of the penalties from the first step on."""
     state = tmp_path / "state"
-    options = f"documents --steps 2 --workers 1 --held-out 0 --words 0 --lines 3 --begin {DOCUMENTS} --state {state}"
+    options = f"documents --steps 2 --workers 1 --held-out 0  --begin {DOCUMENTS} --state {state}"
     options += f" --patches 300 --chunk 600 --layouts 0 --out {tmp_path / 'out'}"
     begun = []
 

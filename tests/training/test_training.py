@@ -25,7 +25,7 @@ VISION = {
 }
 OPTIONS = {
     "rooms": "--workers 1 --tiles 13 --length 32 --warm-pictures 4 --store-gb 0.002",
-    "documents": "--workers 2 --held-out 0 --words 0 --lines 3 --patches 300 --chunk 600 --layouts 0",
+    "documents": "--workers 2 --held-out 0 --patches 300 --chunk 600 --layouts 0",
 }
 Train = Callable[..., dict[str, Any]]
 
@@ -75,7 +75,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_training_lowers_every_loss(name: str, like: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document_samples, "LAYOUT_SIDE", 140)
-    more = ["--layouts", "2", "--patches", "600"] if name == "documents" else []
+    more = ["--layouts", "2", "--patches", "600", "--workers", "1"] if name == "documents" else []
     arguments = parse([name, "--like", str(like), *OPTIONS[name].split(), *more])
     trainer, feed = MODELS[name].open(arguments, 0, torch.device("cpu"))
     batch = feed.next()

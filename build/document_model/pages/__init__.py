@@ -5,10 +5,10 @@ from __future__ import annotations
 from random import Random
 
 from pages.composition import Composer
-from pages.page import KINDS, NOT_READ, Block, Box, Line, Page
+from pages.page import KINDS, NOT_READ, Block, Box, Page
 from pages.scanning import scanned
 
-__all__ = ["KINDS", "NOT_READ", "Block", "Box", "Line", "Page", "sample"]
+__all__ = ["KINDS", "NOT_READ", "Block", "Box", "Page", "sample"]
 
 
 def sample(seed: int, split: str = "train") -> Page:

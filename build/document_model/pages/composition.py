@@ -12,7 +12,7 @@ from pages.artwork import draw_figure
 from pages.formulas import draw_formula, random_formula
 from pages.page import Block, Box, Page
 from pages.tables import draw_table
-from pages.typesetting import Ink, Sheet, Style, broken, length, random_family, set_text
+from pages.typesetting import FAMILIES, Ink, Sheet, Style, broken, length, set_text
 
 PAPERS = ((8.27, 11.69), (8.5, 11.0))
 DOTS_PER_INCH = (144, 216)
@@ -45,7 +45,7 @@ class Composer:
         self.dice = dice
         dots = dice.uniform(*DOTS_PER_INCH)
         self.sheet = Sheet(*(round(side * dots) for side in dice.choice(PAPERS)))
-        self.body, self.bold = random_family(dice)
+        self.body, self.bold = dice.choice(FAMILIES)
         self.size = round(dice.uniform(9, 12.5) * dots / 72)
         self.leading = self.size * dice.uniform(1.12, 1.5)
         self.align = dice.choice(("left", "justified", "justified"))
@@ -142,11 +142,8 @@ class Composer:
                 edge = (left - 4, top - 0.2 * self.size, left + width + 4, self.sheet.height)
                 self.sheet.draw.rectangle(edge, fill=255)
                 return
-            top = bottom + self._between_lines() + self.size * dice.uniform(0.6, 1.6)
-
-    def _between_lines(self) -> float:
-        """What is blank between two lines: blocks are further apart, or none could tell where one ends."""
-        return self.leading - self.size
+            # More than is blank between two lines, or none could tell where a block ends.
+            top = bottom + (self.leading - self.size) + self.size * dice.uniform(0.6, 1.6)
 
     def _put_paragraph(self, left: float, top: float, width: float) -> float:
         text = words.paragraph(self.dice, self.dice.choice((40, 150, 300, 450, 600)))
@@ -165,7 +162,7 @@ class Composer:
         mark = self.dice.choice(("•", "–", "*", "1.", "a)", "(1)"))
         style = self._style()
         inset = self.dice.uniform(0.0, 1.5) * self.size
-        gap = self._between_lines() + self.size * self.dice.uniform(0.4, 0.8)
+        gap = self.leading - self.size + self.size * self.dice.uniform(0.4, 0.8)
         bottom = top - gap
         for index in range(self.dice.randint(2, 5)):
             sign = mark.replace("1", str(index + 1)).replace("a", "abcdefgh"[index])

@@ -19,14 +19,6 @@ Box = tuple[float, float, float, float]
 
 
 @dataclass
-class Line:
-    """One line of text: where it is and what it says."""
-
-    box: Box
-    text: str
-
-
-@dataclass
 class Block:
     """One block: its box around all of its ink, the answer to its crop, and what is written where.
 
@@ -36,7 +28,6 @@ class Block:
     kind: str
     box: Box
     answer: str = ""
-    lines: list[Line] = field(default_factory=list)
     glyphs: str = ""
     places: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.float32))
 

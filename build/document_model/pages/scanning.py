@@ -28,8 +28,6 @@ def turned(page: Page, degrees: float) -> Page:
     for block in page.blocks:
         block.box = _moved_box(block.box, turn)
         block.places = (block.places @ turn[:, :2].T + turn[:, 2]).astype(np.float32)
-        for line in block.lines:
-            line.box = _moved_box(line.box, turn)
     return page
 
 

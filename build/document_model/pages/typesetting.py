@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from random import Random
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from pages.page import Block, Box, Line
+from pages.page import Block, Box
 
 FONTS = Path(__file__).parent / "fonts"
 FAMILIES = (
@@ -65,11 +64,10 @@ class Sheet:
 
 @dataclass
 class Ink:
-    """What a block's making gathers: glyphs with their middles, lines, and the answer where it is not the lines'."""
+    """What a block's making gathers: glyphs with their middles, and the answer."""
 
     glyphs: list[str] = field(default_factory=list)
     places: list[tuple[float, float]] = field(default_factory=list)
-    lines: list[Line] = field(default_factory=list)
     answer: str = ""
 
     def word(self, sheet: Sheet, x: float, baseline: float, text: str, name: str, size: int, grey: int = 0) -> float:
@@ -87,8 +85,7 @@ class Ink:
     def block(self, kind: str, box: Box) -> Block:
         """The block; its ``box`` is where all of its ink is, for now."""
         places = np.array(self.places, np.float32).reshape(-1, 2)
-        answer = self.answer or " ".join(line.text for line in self.lines)
-        return Block(kind, box, answer, self.lines, "".join(self.glyphs), places)
+        return Block(kind, box, self.answer, "".join(self.glyphs), places)
 
 
 @dataclass(frozen=True)
@@ -120,7 +117,7 @@ def broken(words: list[str], style: Style, width: float, indent: float = 0.0) ->
 def set_text(
     sheet: Sheet, ink: Ink, text: str, box: tuple[float, float, float], style: Style, indent: float = 0.0
 ) -> float:
-    """Writes ``text`` from ``box`` (left, top, width) down and returns the bottom of its last line."""
+    """Writes ``text``, the answer, from ``box`` (left, top, width) down and returns the bottom of its last line."""
     left, top, width = box
     space = advance(style.name, style.size, " ")
     ascent = 0.78 * style.size
@@ -137,13 +134,7 @@ def set_text(
         elif style.align == "justified" and len(words) > 1 and row + 1 < len(lines):
             gap += slack / (len(words) - 1)
         baseline = top + row * style.leading + ascent
-        x = start
         for word in words:
-            x = ink.word(sheet, x, baseline, word, style.name, style.size, style.grey) + gap
-        line_box = (start, baseline - ascent, x - gap, baseline + 0.24 * style.size)
-        ink.lines.append(Line(line_box, " ".join(words)))
+            start = ink.word(sheet, start, baseline, word, style.name, style.size, style.grey) + gap
+    ink.answer = text
     return top + (len(lines) - 1) * style.leading + ascent + 0.24 * style.size
-
-
-def random_family(dice: Random) -> tuple[str, str]:
-    return dice.choice(FAMILIES)
