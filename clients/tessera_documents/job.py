@@ -64,15 +64,15 @@ class Job:
     paths: Sequence[Path]
     out: Path
     vlm: TesseraVlmClient
-    dpi: int = 200
-    concurrency: int = 64
-    priority: int | None = None
-    pages: str | None = None
-    password: str | None = None
-    force: bool = False
-    patience: float = 600.0
-    notice: Callable[[str], None] = lambda words: None
-    progress: Callable[[int, int, str], None] = lambda done, total, rate: None
+    dpi: int
+    concurrency: int
+    priority: int
+    pages: str | None
+    password: str | None
+    force: bool
+    patience: float
+    notice: Callable[[str], None]
+    progress: Callable[[int, int, str], None]
 
     def __post_init__(self) -> None:
         self._sources = find(self.paths, self.out)

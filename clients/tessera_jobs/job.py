@@ -75,13 +75,13 @@ class Job:
     source: Source
     out: Path
     url: str
-    timeout: float | None = 120.0
-    concurrency: int = 64
-    in_order: bool = False
-    again: bool = False
-    patience: float = 600.0
-    force: bool = False
-    notice: Callable[[str], None] = lambda words: None
+    timeout: float | None
+    concurrency: int
+    in_order: bool
+    again: bool
+    patience: float
+    force: bool
+    notice: Callable[[str], None]
     progress: Callable[[int, int, str], None] = lambda done, total, rate: None
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from clients.fake_transport import FakeTransport, final
+from fakes.answering_server import PROBE
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -22,8 +23,6 @@ from tessera_client.transports.pool import PooledTransport
 from tessera_jobs import asker
 from tessera_jobs.asker import ALONE, SUSPECT, Asker, Away
 from tessera_wire.errors import TesseraClientError
-
-PROBE = "Hello"
 
 
 @pytest.fixture(autouse=True)

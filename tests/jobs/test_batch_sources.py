@@ -21,7 +21,6 @@ from jobs.batch_runs import Capture, lines, results
 from pyarrow import parquet
 
 from tessera_client import InvalidRequest, ServerError
-from tessera_jobs.job import Job
 from tessera_jobs.journal import Journal
 from tessera_jobs.source import open_source, row_fields
 
@@ -206,10 +205,11 @@ def test_without_pyarrow_the_way_to_get_it_is_said(
         (['{"picture": "a.jpg"}'] * 3, "line 1: it has no field 'image', only picture"),
     ],
 )
-def test_a_source_that_cannot_be_asked_is_refused(tmp_path: Path, texts: list[str], words: str) -> None:
-    source = open_source(lines(tmp_path / "in.jsonl", *texts), *ASKED)
-    with pytest.raises(InvalidRequest, match=words):
-        Job(source, tmp_path / "out.jsonl", "nowhere").run()
+def test_a_source_that_cannot_be_asked_is_refused(
+    batch: Any, tmp_path: Path, capsys: Capture, texts: list[str], words: str
+) -> None:
+    assert batch(FakeTransport(), lines(tmp_path / "in.jsonl", *texts), "--prompt", "A crack?") == 2
+    assert words in capsys.readouterr().err
 
 
 def test_a_journal_that_was_cut_keeps_its_whole_lines(tmp_path: Path) -> None:

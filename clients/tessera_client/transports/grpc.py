@@ -20,7 +20,7 @@ from tessera_wire.tensors import Tensor
 class GrpcTransport:
     """One server at ``host:port``."""
 
-    def __init__(self, address: str, models: Models, tls: bool = False) -> None:
+    def __init__(self, address: str, models: Models, tls: bool) -> None:
         self._model = models.vlm
         self._preprocess = models.preprocess
         self._line = Line(Connection(address, tls), models.language_model, leased=True)

@@ -41,7 +41,7 @@ _CODES = {
 class HttpTransport:
     """One server at ``host:port``."""
 
-    def __init__(self, address: str, models: Models, tls: bool = False) -> None:
+    def __init__(self, address: str, models: Models, tls: bool) -> None:
         self._address = address
         self._models = models
         # No proxies of the environment (they would be asked for localhost too), no redirects; deadlines are above.
