@@ -110,9 +110,8 @@ INSIDE = """
 """
 
 
-@pytest.mark.parametrize("address", INSIDE.split())
-def test_addresses_inside(address: str) -> None:
-    assert not is_public(address)
+def test_addresses_inside() -> None:
+    assert [address for address in INSIDE.split() if is_public(address)] == []
     assert is_public("93.184.216.34") and is_public("8.8.8.8") and is_public("2606:2800:220:1::1")
 
 

@@ -144,18 +144,14 @@ def test_a_missing_field_and_a_body_that_is_no_json() -> None:
         assert refused(door("POST", "/v1/chat/completions", content=body), 400)["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize(
-    ("kind", "taken"),
-    [
-        ("text/plain", False), ("application/x-www-form-urlencoded", False), ("", False),
-        ("Application/JSON; charset=utf-8", True),
-    ],
-)  # fmt: skip
-def test_what_any_web_page_could_send_is_refused(kind: str, taken: bool) -> None:
+def test_what_any_web_page_could_send_is_refused() -> None:
     door = gateway()
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        answer = door("POST", "/v1/chat/completions", content=json.dumps(ASKED), headers={"Content-Type": kind})
+        assert refused(answer, 415)["code"] == "unsupported_media_type" and not door.fake.requests
+    kind = "Application/JSON; charset=utf-8"
     answer = door("POST", "/v1/chat/completions", content=json.dumps(ASKED), headers={"Content-Type": kind})
-    assert taken == (answer.status_code == 200) == bool(door.fake.requests)
-    assert taken or refused(answer, 415)["code"] == "unsupported_media_type"
+    assert answer.status_code == 200
 
 
 def test_an_unknown_model_path_or_method() -> None:

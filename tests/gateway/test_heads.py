@@ -43,22 +43,16 @@ def test_a_fault_of_the_gateway_is_in_the_log_by_its_id(
     assert "request mine failed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("host", "served"),
-    [
-        ("localhost:9000", True), ("LOCALHOST", True), ("a.localhost", True), ("127.0.0.1:9000", True),
-        ("[::1]:9000", True), ("192.168.0.7", True), ("rooms.example.com:9000", True), ("Rooms.Example.com.", True),
-        ("evil.example.com", False), ("localhost.evil.com", False), ("127.0.0.1.evil.com", False),
-        ("a@localhost", False),
-    ],
-)  # fmt: skip
-def test_a_name_that_was_pointed_here_is_not_served(host: str, served: bool) -> None:
+def test_a_name_that_was_pointed_here_is_not_served() -> None:
     door = gateway(allowed_hosts=("rooms.example.com",))
-    response = door("GET", "/version", headers={"Host": host})
-    assert response.status_code == (200 if served else 403)
-    if not served:
-        assert response.json()["error"]["code"] == "host_not_allowed" and "--allowed-hosts" in response.text
-    assert gateway()("GET", "/version", headers={"Host": host}).status_code == 200
+    own = ("localhost:9000", "LOCALHOST", "a.localhost", "127.0.0.1:9000", "[::1]:9000", "192.168.0.7")
+    others = ("evil.example.com", "localhost.evil.com", "127.0.0.1.evil.com", "a@localhost")
+    for host in (*own, "rooms.example.com:9000", "Rooms.Example.com.", *others):
+        response = door("GET", "/version", headers={"Host": host})
+        assert response.status_code == (403 if host in others else 200), host
+        if host in others:
+            assert response.json()["error"]["code"] == "host_not_allowed" and "--allowed-hosts" in response.text
+        assert gateway()("GET", "/version", headers={"Host": host}).status_code == 200
 
 
 def test_where_it_listens_on_this_machine_only_other_names_are_not_served() -> None:

@@ -84,14 +84,6 @@ def test_one_trace_from_the_client_to_the_engine(stream: bool) -> None:
     assert chat.attributes is not None and chat.attributes["gen_ai.response.id"] == request_id
 
 
-def test_a_request_without_a_trace_begins_one_and_one_that_is_not_sampled_is_not_sent_on() -> None:
-    for given, spans in (("nonsense", True), (f"00-{TRACE}-{PARENT}-00", False)):
-        door = Traced()
-        assert door("POST", "/v1/chat/completions", json=ASKED, headers={"traceparent": given}).status_code == 200
-        assert spans == (REQUEST in door.spans()) == (not door.fake.requests[0][1].startswith(f"{TRACE}-"))
-        assert not spans or door.spans()[REQUEST].parent is None
-
-
 @pytest.mark.parametrize(("stream", "broken"), [(True, True), (True, False), (False, False)])
 def test_what_is_no_whole_answer_is_an_error_though_its_status_was_200(stream: bool, broken: bool) -> None:
     """One that breaks, and one whose client goes away."""
@@ -106,13 +98,16 @@ def test_what_is_no_whole_answer_is_an_error_though_its_status_was_200(stream: b
 
 
 def test_a_refused_request_is_no_error_of_the_gateways_and_what_is_no_completion_has_no_span(tmp_path: Path) -> None:
+    """Nor has one that is not sampled; and one without a trace begins one."""
     (tmp_path / "keys").write_text("key")
-    door = Traced(keys=tmp_path / "keys")
+    door, key = Traced(keys=tmp_path / "keys"), {"Authorization": "Bearer key"}
     assert door("GET", "/health").status_code == 200 and door("GET", "/metrics").status_code == 401
-    assert not door.spans()
-    assert door.ask().status_code == 401
+    unsampled = {"traceparent": f"00-{TRACE}-{PARENT}-00", **key}
+    assert door("POST", "/v1/chat/completions", json=ASKED, headers=unsampled).status_code == 200
+    assert not door.spans() and door.fake.requests[0][1].startswith(f"{TRACE}-")
+    assert door("POST", "/v1/chat/completions", json=ASKED, headers={"traceparent": "nonsense"}).status_code == 401
     (asked,) = door.spans().values()
-    assert outcome(asked) == ("UNSET", None)
+    assert outcome(asked) == ("UNSET", None) and asked.parent is None
     assert asked.attributes is not None and asked.attributes["http.response.status_code"] == 401
 
 
