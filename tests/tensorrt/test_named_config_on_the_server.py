@@ -90,6 +90,9 @@ def test_answers_are_those_of_the_default_config_word_for_word(
             other = default.ask(images, question, max_tokens=24, max_tiles=4)
             assert (mine.text, mine.usage, mine.finish_reason) == (other.text, other.usage, other.finish_reason)
         assert mine.text and mine.timings.vision > 0
+        # Text alone goes past a blank tile.
+        mine, other = (client.ask(None, "Hello?", max_tokens=6, ignore_eos=True) for client in (ours, default))
+        assert mine.usage.image_tokens == 0 and (mine.text, mine.usage) == (other.text, other.usage)
 
 
 def test_many_at_once_are_batched_by_tiles(planned: Server, pictures: list[bytes]) -> None:
@@ -97,13 +100,6 @@ def test_many_at_once_are_batched_by_tiles(planned: Server, pictures: list[bytes
         jobs = [(picture, f"{QUESTIONS[0]}{' ' * index}") for index in range(4) for picture in pictures]
         alone = [client.ask(*job, max_tokens=4, max_tiles=3).text for job in jobs]
         assert [answer.text for answer in client.ask_many(jobs, concurrency=12, max_tokens=4, max_tiles=3)] == alone
-
-
-def test_text_only_gets_the_same_answer_past_a_blank_tile(planned: Server, server: Server) -> None:
-    with Client(planned.grpc_url) as ours, Client(server.grpc_url) as default:
-        mine, other = (client.ask(None, "Hello?", max_tokens=6, ignore_eos=True) for client in (ours, default))
-        assert mine.usage.image_tokens == 0
-        assert (mine.text, mine.usage) == (other.text, other.usage)
 
 
 def test_more_tiles_than_the_plan_takes_are_refused(planned: Server, pictures: list[bytes]) -> None:
