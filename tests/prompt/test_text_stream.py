@@ -74,8 +74,11 @@ def test_a_byte_that_makes_no_character_spoils_no_other(tmp_path: Path) -> None:
     assert ours.decode(ids) == reference.decode(ids) == "中\ufffd🙂"
 
 
+SPACED = decoders.Replace("▁", " ")
+
+
 @pytest.mark.parametrize(
-    "decoder", [decoders.WordPiece(), decoders.Metaspace(), decoders.Sequence([decoders.CTC()]), None]
+    "decoder", [decoders.WordPiece(), decoders.Metaspace(), decoders.Sequence([SPACED, decoders.CTC()]), None]
 )
 def test_decoders_of_another_kind_are_refused(tmp_path: Path, decoder: object) -> None:
     backend: Backend = folders.byte_level()
