@@ -34,10 +34,6 @@ class Setup:
     """One server on each; none: one server on the CPU."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """"stage.parameter" -> value, where it is not the default."""
-    instances: Mapping[str, int] = field(default_factory=dict)
-    """stage -> processes, where it is not the default."""
-    only: tuple[str, ...] = ()
-    """The models to serve; none for all."""
     random_weights: bool = False
     mps: bool = True
     restart: bool = False
@@ -107,12 +103,9 @@ def serve_command(setup: Setup, folder: Path) -> list[str]:
     repository = setup.repository or setup.tree / "model_repository"
     options = (setup.tree / "python_backends" / "tessera" / "launcher" / "cli.py").read_text()
     flags = ["--device", "cuda" if setup.gpus else "cpu"]
-    counts = {f"{stage}.instances": str(count) for stage, count in setup.instances.items()}
     weights = {"weights": "random"} if setup.random_weights else {}
-    for name, value in {**counts, **weights, **setup.settings}.items():
+    for name, value in {**weights, **setup.settings}.items():
         flags += ["--set", f"{name}={value}"]
-    if setup.only:
-        flags += ["--only", ",".join(setup.only)]
     if setup.gpus:
         flags += ["--gpus", ",".join(setup.gpus)]
     if not setup.mps:
@@ -157,11 +150,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def setup(arguments: argparse.Namespace) -> Setup:
     """What the options ask for. Raises SystemExit for a pair that is none."""
+    counts = {f"{stage}.instances": count for stage, count in pairs(arguments.instances, "STAGE=N").items()}
     return Setup(
         checkpoint=arguments.checkpoint,
         gpus=tuple(arguments.gpus.split(",")) if arguments.gpus else (),
-        settings=pairs(arguments.settings, "STAGE.PARAMETER=VALUE"),
-        instances={stage: int(count) for stage, count in pairs(arguments.instances, "STAGE=N").items()},
+        settings=counts | pairs(arguments.settings, "STAGE.PARAMETER=VALUE"),
         random_weights=arguments.weights == "random",
         mps=not arguments.no_mps,
         tree=arguments.tree.resolve(),

@@ -17,7 +17,7 @@ PROGRAMS = {
     "starts": ("bench.starts", "cold starts, each with a first burst: does every stage live?"),
     "stub": ("bench.stub", "cold starts of a toy stage without a GPU, until one dies"),
     "replay": ("bench.replay", "pages of real documents, asked as `tessera parse` asks"),
-    "replay_pages": ("bench.replay_pages", "makes the set of pages for `replay`"),
+    "replay_pages": ("bench.replay_set", "makes the set of pages for `replay`"),
     "ladder": ("bench.ladder", "one job from the plain loop of transformers up, an optimisation a rung"),
     "ladder_transformers": ("bench.ladder_transformers", "the foot of the ladder alone: the loop of transformers"),
     "recall": ("bench.quality:recall_main", "the held-out set through the server"),

@@ -225,7 +225,3 @@ def main() -> int:
                     fine &= memory <= 300e6 and not any(judged(out, total).values())
                     emit(f"alone.{total}.resume_s", first_new(url, rows, out, total), "s", 10)
     return 0 if fine else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -216,7 +216,3 @@ def main() -> int:
     console.print(f"{notes['answers_equal']} of {len(requests)} answers are equal, {len(differ)} differ")
     figures.emit("parity.documents", len(whole) / arguments.pages, "share of pages equal", ceiling=1, **notes)
     return 1 if differ else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -212,7 +212,3 @@ def main() -> int:
         slowest = round(1e3 * max(map(max, steps)), 3)
         emit(f"decode.b{batch}.ms", 1e3 * median(map(median, steps)), "ms", slowest_ms=slowest)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import multiprocessing
-import sys
 import tempfile
 import threading
 import time
@@ -160,7 +159,3 @@ def main() -> int:
         **setup_notes(options),
     )
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

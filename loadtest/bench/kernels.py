@@ -363,7 +363,3 @@ def main() -> int:
     if "OUT" in os.environ:
         Path(os.environ["OUT"], "kernels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -244,7 +244,3 @@ def main() -> int:
     if failed:
         say(f"failed: {', '.join(failed)}")
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

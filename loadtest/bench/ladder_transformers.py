@@ -136,7 +136,3 @@ def main() -> int:
     for batch in options.batches:
         print(json.dumps(measure(loop, batch, pictures.deal, gpus)), flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -28,6 +28,7 @@ from tessera.vision.pictures import VisionItem
 sys.path.insert(0, str(figures.ROOT / "build" / "default_model"))
 CHECKPOINT = figures.ROOT / "build" / "default_model" / "checkpoint"
 MAX_TOKENS = 8
+SHORT = SamplingParameters(max_tokens=MAX_TOKENS)
 
 
 @dataclass
@@ -46,22 +47,16 @@ class Ours:
             Engine.from_checkpoint(checkpoint, EngineConfig(dtype="float32", threads=2)),
         )
 
-    def request(self, jpeg: bytes, question: str, sampling: SamplingParameters) -> tuple[Prepared, Request]:
-        """What the first two stages make of a picture and a question."""
-        prepared = self.preprocessor(PreprocessRequest(text=question, messages=None, images=[jpeg], tile_policy=None))
+    def request(self, asked: PreprocessRequest, sampling: SamplingParameters) -> tuple[Prepared, Request]:
+        """What the first two stages make of pictures and a question."""
+        prepared = self.preprocessor(asked)
         (rows,) = self.encoder.encode([VisionItem(prepared.pixels, prepared.plan, prepared.digest)])
-        return prepared, Request(
-            request_id="",
-            input_ids=prepared.input_ids,
-            spans=prepared.spans,
-            embeddings=rows,
-            digest=prepared.digest,
-            sampling=sampling,
-        )
+        parts = (prepared.input_ids, prepared.spans, rows, prepared.digest)
+        return prepared, Request("", *parts, sampling, positions=prepared.positions)
 
-    def tokens(self, jpeg: bytes, question: str) -> tuple[Prepared, list[int]]:
-        """The prepared request and the greedy token ids of its answer."""
-        prepared, request = self.request(jpeg, question, SamplingParameters(max_tokens=MAX_TOKENS))
+    def tokens(self, asked: PreprocessRequest, sampling: SamplingParameters = SHORT) -> tuple[Prepared, list[int]]:
+        """The prepared request and the token ids of its answer."""
+        prepared, request = self.request(asked, sampling)
         sequence = self.engine.submit(request)
         while self.engine.has_work():
             self.engine.step()
@@ -106,13 +101,9 @@ def main() -> int:
     ours, theirs = Ours.load(), Theirs()
     same_pixels = own_processor = 0
     for jpeg, question in track(pictures(count), "comparing", transient=True):
-        prepared, tokens = ours.tokens(jpeg, question)
+        prepared, tokens = ours.tokens(PreprocessRequest(text=question, images=[jpeg]))
         same_pixels += tokens == theirs.answered(theirs.from_prepared(prepared))
         own_processor += tokens == theirs.answered(theirs.inputs([jpeg], [question]))
     for name, same in (("same_pixels", same_pixels), ("own_processor", own_processor)):
         figures.emit(f"parity.{name}", same / count, "share equal", ceiling=1, pictures=count)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

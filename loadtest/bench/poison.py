@@ -143,7 +143,3 @@ def main() -> int:
     figures.emit("poison.good_that_differ", result.differ, "requests", **notes)
     figures.emit("poison.restarts", result.restarts, "restarts", **notes)
     return 0 if result.fine else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -9,8 +9,7 @@ for TensorRT (docs/tensorrt.md), on the CPU.
 quantization: the checkpoint as it is, then each quantized variant: `fp8` (the language model, on load), `fp8_vision`,
 `fp8_kv` (keys and values in the cache), and checkpoints that `tessera quantize` wrote (`--made`). Each is asked all
 questions at its own tile policy, where nearly everything is right, and at one tile a picture, where there is much to
-lose; a variant's drop is the larger of the two, in points of balanced accuracy over the hazard classes. A folder's own
-report, if it compares, gives its divergence from the original beside RTN's (`quant.kl_over_rtn`).
+lose; a variant's drop is the larger of the two, in points of balanced accuracy over the hazard classes.
 
     python loadtest/bench quantization --gpus 0 --instances preprocess=10 --concurrency 64 \\
         --made awq=OUT_AWQ gptq=OUT_GPTQ
@@ -21,7 +20,6 @@ Without --gpus the CPU computes.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -100,14 +98,6 @@ def recalls(
     return found, {} if page is None else dict(page.weights)
 
 
-def divergence_over_rtn(folder: Path) -> float | None:
-    """The logits' KL divergence from the original, by that of RTN; None where the report does not compare."""
-    report = json.loads((folder / "quantization" / "report.json").read_text())
-    kl = {row["name"]: row["kl"] for row in report["rows"]}
-    method = report["recipe"]["method"]
-    return kl[method] / kl["rtn"] if {method, "rtn"} <= kl.keys() else None
-
-
 def parser_of(*arguments: tuple[str, dict[str, Any]]) -> argparse.ArgumentParser:
     """The options of both programs, and these."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -176,7 +166,4 @@ def quantization_main() -> int:
                 whole = options.limit is None and len(drops) == len(BOTH)
                 prefix = "quant" if whole else "quant.sample"
                 figures.emit(f"{prefix}.recall_drop.{name}", round(max(drops.values()), 2), "points", **notes)
-    for method, out in made.items():
-        if (ratio := divergence_over_rtn(out)) is not None:
-            figures.emit(f"quant.kl_over_rtn.{method}", round(ratio, 3), "ratio")
     return 0

@@ -3,7 +3,7 @@ NAME=replay`).
 
 Each page is asked as `tessera parse` asks: the layout, then all its crops at once, with MinerU's prompts, sampling
 parameters and pictures, by its system prompt, over gRPC. The weights are random, so that answers mean nothing; what
-the layout finds and how long each answer is (`ignore_eos`) come from the set of pages, which replay_pages.py makes from
+the layout finds and how long each answer is (`ignore_eos`) come from the set of pages, which `replay_pages` makes from
 the text layers of PDFs. So speed is replayed, and nothing is said about what a model would read.
 
     python loadtest/bench replay replay.zip --gpus 0 \\
@@ -193,7 +193,7 @@ def report(load: Load, taken: Taken, name: str, **notes: Any) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("set", type=Path, help="what replay_pages.py made")
+    parser.add_argument("set", type=Path, help="what replay_pages made")
     add_arguments(parser)
     parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=LOADS)
     parser.add_argument("--pages", type=int, help="in flight, instead of the load's own")
@@ -229,7 +229,3 @@ def main() -> int:
                     **setup_notes(arguments),
                 )
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,22 +1,41 @@
-"""A set of pages to replay as one file: what replay_pages.py writes and replay reads.
+"""A set of pages to replay as one file: what `replay` reads, and `replay_pages` makes of real documents from other
+projects' packages, on a CPU:
+
+    pip download --no-deps -r loadtest/bench/replay_sources.txt -d SOURCES
+    npm pack pdf-parse@1.1.1 --pack-destination SOURCES
+    python loadtest/bench replay_pages SOURCES -o replay.zip
 
 A zip: ``set.json``, and each page as lossless WebP, which is a third of PNG's size. Crops are cut from the pages when
 they are read, as MinerU's client cuts them.
+
+Which pages, and what is asked about each, is recorded in replay_set.json; they are rendered as `tessera parse` renders
+them. That record was written at 2d7688df: a program found the blocks of a page in its text layer by geometry, had
+MinerU's own client say which of them become requests, with which prompt and parameters, and counted the tokens of their
+text with Qwen's vocabulary.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import math
+import tarfile
+import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from tqdm import tqdm
+
+from tessera_documents.sources import open_document
+
+DPI = 200  # of `tessera parse`
+RECORDED = Path(__file__).with_name("replay_set.json")
 
 
 @dataclass(frozen=True)
@@ -140,3 +159,32 @@ def write(path: Path, client: Client, pages: Iterable[tuple[Page, Image.Image]])
             file.writestr(zipfile.ZipInfo(f"{number}.webp"), buffer.getvalue())
             told.append(asdict(page))
         file.writestr(zipfile.ZipInfo("set.json"), json.dumps({"client": asdict(client), "pages": told}))
+
+
+def rendered(sources: Path, pages: Sequence[Page]) -> Iterator[tuple[Page, Image.Image]]:
+    """The pages from their packages. Raises SystemExit for a package that is missing."""
+    with tempfile.TemporaryDirectory() as folder:
+        pdf = Path(folder) / "page.pdf"
+        for page in tqdm(pages, "pages"):
+            place, number = page.name.rsplit(" ", 1)
+            package, name = place.split("/", 1)
+            if not (sources / package).exists():
+                raise SystemExit(f"replay_pages: {sources} has no {package}; see docs/documents.md")
+            with tarfile.open(sources / package) as archive:
+                content = archive.extractfile(name)
+                assert content is not None
+                pdf.write_bytes(content.read())
+            document = open_document(pdf)
+            yield page, document.render(int(number) - 1, DPI)
+            document.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", type=Path, help="a folder of packages")
+    parser.add_argument("-o", "--out", type=Path, default=Path("replay.zip"))
+    arguments = parser.parse_args()
+    client, pages = parse(RECORDED.read_text())
+    write(arguments.out, client, rendered(arguments.sources, pages))
+    print(f"{len(pages)} pages, {arguments.out.stat().st_size / 1e6:.1f} MB in {arguments.out}")
+    return 0

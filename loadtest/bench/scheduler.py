@@ -289,7 +289,3 @@ def main() -> int:
         },
     )
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -134,7 +134,3 @@ def main() -> int:
         **setup_notes(options),
     )
     return int(bool(tally.deaths or tally.failed))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

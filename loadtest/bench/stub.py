@@ -126,7 +126,3 @@ def main() -> int:
     seconds = time.monotonic() - begun
     print(json.dumps({"starts": starts, "deaths": len(deaths), "answers": answers, "seconds": round(seconds)}))
     return 1 if deaths else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -126,7 +126,3 @@ def main() -> int:
             least = round(float(cosines.min()), 5)
             figures.emit(f"{prefix}fp8.cosine", round(float(cosines.mean()), 7), "cosine", ceiling=1, least=least)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

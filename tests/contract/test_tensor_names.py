@@ -9,9 +9,6 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from tessera_client import contract
-from tessera_client.messages import Request
-
 ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = ROOT / "model_repository"
 ADAPTERS = ROOT / "python_backends" / "tessera" / "tritonserver"
@@ -67,12 +64,6 @@ def tensors_named(file: Path) -> tuple[set[str], set[str]]:
             read |= set(strings[:1]) if function in READERS else set()
             written |= set(strings[:1]) if function in WRITERS else set()
     return read, written
-
-
-@pytest.mark.parametrize("model", [path.name for path in sorted(REPOSITORY.iterdir()) if path.is_dir()])
-def test_every_model_is_named_after_its_folder_and_has_a_version(model):
-    assert config(model).name == model
-    assert (REPOSITORY / model / "1").is_dir()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -140,20 +131,3 @@ def test_the_fronts_look_like_the_ensemble(model):
     ping = {"PING": signature(thin.input)["PING"]}
     assert signature(thin.input) == signature(ensemble.input) | ping
     assert signature(thin.output) == signature(ensemble.output)
-
-
-def test_the_fronts_and_the_client_name_the_ensembles_tensors():
-    """A front hands on whatever tensors come; it names those that it decides, and writes only the answer to a ping."""
-    ensemble = config("vlm")
-    read, written = tensors_named(ADAPTERS / "fronts.py")
-    decided = {"stream", "sampling_parameters", "exclude_input_in_output"}
-    assert read - set(config("vlm_unary").parameters) == {"PING", *decided}
-    assert read - {"PING"} - set(config("vlm_unary").parameters) <= names(ensemble.input)
-    assert written <= names(ensemble.output)
-    full = Request("text", "[]", (b"",), "{}")
-    assert {tensor.name for tensor in contract.request_tensors(full)} == names(ensemble.input)
-
-
-def test_only_the_streaming_models_are_decoupled():
-    decoupled = {m: config(m).model_transaction_policy.decoupled for m in ("language_model", "vlm_stream", "vlm_unary")}
-    assert decoupled == {"language_model": True, "vlm_stream": True, "vlm_unary": False}

@@ -14,6 +14,7 @@ from tessera.engine.process.client import EngineProcess
 from tessera.engine.process.embedding_pool import EmbeddingPool, rows_at
 from tessera.engine.sequence import Request
 from tessera.errors import ConfigError
+from tessera.preprocess.preprocessor import PreprocessRequest
 from tessera.prompt.sampling import SamplingParameters
 from tessera.settings.stages import EngineConfig
 
@@ -25,7 +26,10 @@ def requests() -> list[Request]:
     """Questions and descriptions of 12 held-out pictures, prepared and encoded on the CPU."""
     ours = Ours.load()
     return [
-        ours.request(jpeg, question, SamplingParameters(max_tokens=4 + 5 * number, ignore_eos=True))[1]
+        ours.request(
+            PreprocessRequest(text=question, images=[jpeg]),
+            SamplingParameters(max_tokens=4 + 5 * number, ignore_eos=True),
+        )[1]
         for number, (jpeg, question) in enumerate(pictures(12))
     ]
 

@@ -10,8 +10,14 @@ from typing import Any
 import bench
 import pytest
 from bench import batch, jobs, vision
+from bench.engine import Prompts, decode_step_s, prefill_tokens_per_s
+from serving import DEFAULT_CHECKPOINT
 from tiny_checkpoints import Shape, hf_native
 from tiny_qwen2_vl import write_model
+
+from tessera.engine.engine import Engine
+from tessera.models.registry import read_config
+from tessera.settings.stages import EngineConfig
 
 Patch = pytest.MonkeyPatch
 Captured = pytest.CaptureFixture[str]
@@ -58,7 +64,7 @@ def test_what_questions_wait_and_what_the_job_loses(emitted: Any, stood_in: Any,
     monkeypatch.setattr(jobs, "BARS", dict.fromkeys(jobs.BARS, float("inf")))
     options = ["--gpus", "", "--concurrency", "4", "--least", "200", "--processes", "1", "--rate", "50", "--seed", "3"]
     figures = emitted(jobs, *options)
-    assert set(figures) == {"jobs.ttft_p50_ms", "jobs.ttft_p99_ms", "jobs.loss_pct", "jobs.equal.ttft_p50_ms"}
+    assert set(figures) == {"jobs.ttft_p50_ms", "jobs.ttft_p99_ms", "jobs.loss_pct"}
     p50, p99 = figures["jobs.ttft_p50_ms"], figures["jobs.ttft_p99_ms"]
     assert 0 < p50["value"] <= p99["value"] and p50["questions"] > 0
     loss = figures["jobs.loss_pct"]
@@ -82,3 +88,20 @@ def test_a_trial_of_a_tower(family: str, forwards: list[str], found: set[str], t
     assert set(figures) == {f"trial.vision.{name}" for name in found | {"fp8.cosine"}}
     assert min(line["value"] for line in figures.values()) > 0
     assert 0.99 < figures["trial.vision.fp8.cosine"]["value"] < 0.9999
+
+
+def test_steps_are_measured_and_no_two_requests_share_a_block():
+    config = EngineConfig(weights="random", max_batched_tokens=1024, max_sequences=16, kv_cache_bytes=64 << 20)
+    text = read_config(DEFAULT_CHECKPOINT).text
+    engine, prompts = (
+        Engine.from_checkpoint(DEFAULT_CHECKPOINT, config),
+        Prompts(text.hidden_size, text.vocab_size, "cpu"),
+    )
+    rate, step = prefill_tokens_per_s(engine, prompts, warm_up=1, steps=2, budget=1024, waiting=16)
+    assert step == 1024 and rate > 0  # full steps
+    assert not engine.has_work() and engine.metrics.cached_tokens == 0
+    seconds = decode_step_s(engine, prompts, batch=3, skip=4, steps=5, max_tokens=64)
+    assert len(seconds) == 5 and min(seconds) > 0
+    assert engine.metrics.finished["cancelled"] == 3
+    with pytest.raises(RuntimeError, match="too few"):
+        decode_step_s(engine, prompts, batch=1, skip=4, steps=5, max_tokens=6)

@@ -10,17 +10,13 @@ import numpy as np
 import pytest
 import torch
 from bench.document_parity import Asked, Theirs, batches
+from bench.parity import Ours
 from checkpoints import DOCUMENTS, fresh_model, save_model
 from document_tokens import PROMPTS, SYSTEM
 from PIL import Image
 
-from tessera.engine.engine import Engine
-from tessera.engine.sequence import Request
-from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
+from tessera.preprocess.preprocessor import PreprocessRequest
 from tessera.prompt.sampling import SamplingParameters
-from tessera.settings.stages import EngineConfig
-from tessera.vision.encoder import VisionEncoder
-from tessera.vision.pictures import VisionItem
 
 LENGTH = 40
 PENALTIES: list[dict[str, Any]] = [
@@ -46,25 +42,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def asked(folder: Path) -> list[Asked]:
     """Pictures of several sizes, answered by the server's stages in this process, each in a step of its own."""
-    preprocessor, encoder = Preprocessor.from_checkpoint(folder), VisionEncoder.from_checkpoint(folder)
-    found = []
+    ours, found = Ours.load(folder), []
     for page, (penalties, size) in enumerate(zip(PENALTIES, ((200, 60), (84, 84), (57, 140), (300, 30)))):
         noise, stream = np.random.default_rng(page).integers(0, 255, (*size, 3), np.uint8), io.BytesIO()
         Image.fromarray(noise).save(stream, "PNG")
-        content = [{"type": "image", "image": stream.getvalue()}, {"type": "text", "text": PROMPTS["text"]}]
-        sent = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": [{"type": "image"}, content[1]]}]
-        prepared = preprocessor(PreprocessRequest(messages=sent, images=[stream.getvalue()]))
-        (rows,) = encoder.encode([VisionItem(prepared.pixels, prepared.plan, prepared.digest)])
-        sampling = SamplingParameters(max_tokens=LENGTH, **penalties)
-        ids, spans, digest = prepared.input_ids, prepared.spans, prepared.digest
-        engine = Engine.from_checkpoint(folder, EngineConfig(dtype="float32", max_sequences=2))
-        engine.submit(Request("r", ids, spans, rows, digest, sampling, positions=prepared.positions))
-        tokens = []
-        while engine.has_work():
-            tokens += engine.step().tokens
-        messages = [sent[0], {"role": "user", "content": content}]
+        system, text = {"role": "system", "content": SYSTEM}, {"type": "text", "text": PROMPTS["text"]}
+        sent = [system, {"role": "user", "content": [{"type": "image"}, text]}]
+        asked = PreprocessRequest(messages=sent, images=[stream.getvalue()])
+        _, tokens = ours.tokens(asked, SamplingParameters(max_tokens=LENGTH, **penalties))
+        content = [{"type": "image", "image": stream.getvalue()}, text]
         options = {"max_tokens": LENGTH} | penalties
-        found.append(Asked(page, messages, options, [token for _, token, _ in tokens]))
+        found.append(Asked(page, [system, {"role": "user", "content": content}], options, tokens))
     return found
 
 

@@ -33,16 +33,6 @@ def test_a_sweep_is_one_figure(emitted):
     assert all(point["ttft_p50_ms"] > 0 for point in figure["points"])  # sweeps are streamed
 
 
-@pytest.mark.parametrize(
-    ("sweep", "value", "changed"),
-    [("concurrency", 512, (448, 448, 4, 512)), ("size", 3840, (3840, 3840, 4, 256)), ("length", 8, (448, 448, 8, 256))],
-)
-def test_a_sweep_changes_one_thing(sweep: str, value: int, changed: tuple[int, ...]):
-    workload = load.AXES[sweep].change(load.WORKLOADS["W1"], value)
-    assert (workload.width, workload.height, workload.tokens, workload.concurrency) == changed
-    assert load.AXES[sweep].values[-1] in (512, 3840)
-
-
 def test_the_mix_is_searched_and_then_taken_at_four_fifths(emitted, monkeypatch):
     seeds = []
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench import replay_pages
+from bench import replay_set
 from bench.replay_set import Client, Page, ReplaySet, Request, marked, png
 from documents.document_reader import write_drawn_pdf
 from mineru_vl_utils.mineru_client import MinerUClientHelper
@@ -63,10 +63,10 @@ def test_a_set_is_made_of_the_packages_pages(
     ]
     recorded = {"client": asdict(CLIENT), "pages": [asdict(page) for page in pages]}
     (tmp_path / "recorded.json").write_text(json.dumps(recorded))
-    monkeypatch.setattr(replay_pages, "RECORDED", tmp_path / "recorded.json")
+    monkeypatch.setattr(replay_set, "RECORDED", tmp_path / "recorded.json")
     for out in ("set.zip", "again.zip"):
         monkeypatch.setattr("sys.argv", ["replay_pages", str(tmp_path), "-o", str(tmp_path / out)])
-        assert replay_pages.main() == 0 and capsys.readouterr().out.startswith("2 pages, ")
+        assert replay_set.main() == 0 and capsys.readouterr().out.startswith("2 pages, ")
     read = ReplaySet(tmp_path / "set.zip")
     assert (read.client, read.pages) == (CLIENT, pages)
     document = open_document(pdf)
@@ -74,7 +74,7 @@ def test_a_set_is_made_of_the_packages_pages(
     assert (tmp_path / "again.zip").read_bytes() == (tmp_path / "set.zip").read_bytes()
     (tmp_path / "a-1.tar.gz").unlink()
     with pytest.raises(SystemExit, match=r"has no a-1\.tar\.gz"):
-        replay_pages.main()
+        replay_set.main()
 
 
 def test_marks_change_bytes_and_no_pixel() -> None:

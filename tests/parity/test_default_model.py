@@ -16,7 +16,7 @@ def both():
 def test_greedy_tokens_are_equal_on_identical_pixels(both):
     ours, theirs, work = both
     for jpeg, question in work:
-        prepared, tokens = ours.tokens(jpeg, question)
+        prepared, tokens = ours.tokens(PreprocessRequest(text=question, images=[jpeg]))
         assert tokens == theirs.answered(theirs.from_prepared(prepared)), question
 
 
