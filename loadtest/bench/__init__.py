@@ -19,7 +19,6 @@ PROGRAMS = {
     "replay": ("bench.replay", "pages of real documents, asked as `tessera parse` asks"),
     "replay_pages": ("bench.replay_set", "makes the set of pages for `replay`"),
     "ladder": ("bench.ladder", "one job from the plain loop of transformers up, an optimisation a rung"),
-    "ladder_transformers": ("bench.ladder_transformers", "the foot of the ladder alone: the loop of transformers"),
     "recall": ("bench.quality:recall_main", "the held-out set through the server"),
     "quantization": ("bench.quality:quantization_main", "what quantized weights cost in recall"),
     "parity": ("bench.parity", "our greedy tokens against transformers' on held-out pictures"),

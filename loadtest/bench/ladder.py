@@ -19,7 +19,6 @@ import argparse
 import datetime
 import json
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
+from closed_loop import in_processes
 from measuring import stage_milliseconds, take
 from serving import DEFAULT_CHECKPOINT, Running, serve
 from targets import TesseraAsker
@@ -43,8 +43,10 @@ from tessera_evaluation import recall
 from tessera_evaluation.datasets import Item, heldout_items
 
 TRANSFORMERS = "transformers"
-LOOP = (str(figures.ROOT / "loadtest" / "bench"), "ladder_transformers")
+LOOP_S = 3600.0
+"""The most that the loop of transformers may take."""
 PARTS = ("speed", "recall", "report")
+BATCHES = (1, 2, 4, 8, 16, 32)
 ANSWER_TOKENS = 16  # more than yes or no has
 RECALL_IN_FLIGHT = 16
 
@@ -126,33 +128,29 @@ def first_answers(addresses: list[str], job: Job) -> int:
     return tokens
 
 
-def run_loop(options: argparse.Namespace, *arguments: str) -> Iterator[Any]:
-    """What the loop of transformers prints, line by line."""
-    device = ["--device", "cuda" if options.gpus else "cpu"]
-    command = [sys.executable, *LOOP, *device, *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as loop:
-        assert loop.stdout is not None
-        yield from map(json.loads, loop.stdout)
-    if loop.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {loop.returncode}")
-
-
 def loop_speed(options: argparse.Namespace) -> None:
-    """The foot of the ladder, at all its batch sizes."""
-    checkpoint, seed = options.checkpoint or SHAPE, random.randrange(1 << 30)
-    batches = ["--batches", *map(str, options.batches)] if options.batches else []
-    for line in run_loop(options, "--checkpoint", str(checkpoint), "--seed", str(seed), *batches):
-        add(options.results, **line)
+    """The foot of the ladder, at all its batch sizes; in a process of its own, as the other rungs' servers."""
+    from bench import ladder_transformers
+
+    loop = ladder_transformers.Loop(options.checkpoint or SHAPE, device_of(options), options.checkpoint is None)
+    for batch in options.batches:
+        add(options.results, **ladder_transformers.measure(loop, batch, options.gpus))
 
 
 def loop_recall(options: argparse.Namespace, items: list[Item]) -> None:
     """What transformers answers to the questions, one after the other."""
-    with tempfile.TemporaryDirectory(prefix="tessera-ladder-") as folder:
-        file = Path(folder) / "questions.json"
-        file.write_text(json.dumps([(str(item.picture), item.question) for item in items]))
-        (texts,) = run_loop(options, "--checkpoint", str(DEFAULT_CHECKPOINT), "--questions", str(file))
-    outcomes = [recall.Outcome(*pair) for pair in zip(items, texts, strict=True)]
-    add_recall(options.results, TRANSFORMERS, "equal", outcomes)
+    import torch
+
+    from bench.ladder_transformers import Loop
+
+    torch.set_num_threads(1)
+    loop = Loop(DEFAULT_CHECKPOINT, device_of(options), random_weights=False)
+    texts = [loop.answer(item.picture.read_bytes(), item.question) for item in items]
+    add_recall(options.results, TRANSFORMERS, "equal", [recall.Outcome(*pair) for pair in zip(items, texts)])
+
+
+def device_of(options: argparse.Namespace) -> str:
+    return "cuda" if options.gpus else "cpu"
 
 
 def measure_recall(server_of: str, names: list[str], options: argparse.Namespace, items: list[Item]) -> None:
@@ -206,14 +204,14 @@ def climb(options: argparse.Namespace) -> list[str]:
     grouped = servers(name for name in options.rungs if name != TRANSFORMERS)
     if "speed" in options.parts:
         if TRANSFORMERS in options.rungs:
-            attempt(TRANSFORMERS, loop_speed, options)
+            attempt(TRANSFORMERS, in_processes, [(loop_speed, options)], LOOP_S)
         for server_of, names in grouped.items():
             attempt(server_of, measure_speed, server_of, names, options)
     if "recall" in options.parts:
         with tempfile.TemporaryDirectory(prefix="tessera-ladder-") as folder:
             items = questions(options, Path(folder))
             if TRANSFORMERS in options.rungs:
-                attempt(TRANSFORMERS, loop_recall, options, items)
+                attempt(TRANSFORMERS, in_processes, [(loop_recall, options, items)], LOOP_S)
             for server_of, names in grouped.items():
                 if asked := [name for name in names if name not in GPU_ONLY]:
                     attempt(server_of, measure_recall, server_of, asked, options, items)
@@ -231,7 +229,8 @@ def main() -> int:
     parser.add_argument("--int4", type=Path, metavar="FOLDER", help="the default model in 4 bits, for its recall")
     parser.add_argument("--in-flight", type=int, help="requests, in place of a rung's own number")
     parser.add_argument("--processes", type=int, default=4, help="of the load generator")
-    parser.add_argument("--batches", nargs="*", type=int, help="of the loop of transformers; default: 1 to 32")
+    batches = {"nargs": "*", "type": int, "choices": BATCHES, "default": BATCHES}
+    parser.add_argument("--batches", **batches, help="of the loop of transformers (%(default)s)")
     parser.add_argument("--limit", type=int, help="recall by the first N questions of the held-out set")
     options = parser.parse_args()
     options.gpus = tuple(filter(None, [options.gpus]))

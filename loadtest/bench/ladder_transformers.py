@@ -1,20 +1,16 @@
 """The foot of the ladder: W2's job in the plain loop that transformers' own pages show, at several batch sizes.
 
 Pictures are opened and cut by transformers' processor on Pillow, then `generate` gives four greedy tokens (bf16, SDPA);
-while pictures are prepared the GPU waits, as it does in such a loop. ladder runs it and reads its lines;
-by itself:
-
-    PYTHONPATH=python_backends:clients python3 loadtest/ladder_transformers.py --device cuda --batches 1 8
+while pictures are prepared the GPU waits, as it does in such a loop. Alone: `ladder --parts speed --rungs transformers`.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
+import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median, stdev
 from typing import Any
@@ -27,7 +23,6 @@ from workloads import PROMPT, WORKLOADS, Pictures
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "build"))
 
-BATCHES = (1, 2, 4, 8, 16, 32)
 ANSWER_TOKENS = 16  # more than yes or no has
 #: Student's t for 95 %, by the number of rounds
 STUDENT = {3: 4.303, 5: 2.776, 10: 2.262}
@@ -80,12 +75,13 @@ def rounds(batch: int) -> int:
     return 10 if batch == 1 else 5 if batch == 2 else 3
 
 
-def measure(loop: Loop, batch: int, deal: Callable[[], bytes], gpus: Sequence[str]) -> dict[str, Any]:
+def measure(loop: Loop, batch: int, gpus: Sequence[str]) -> dict[str, Any]:
     """One line of the results: W2's job at a batch size, after one batch that is not counted."""
     tokens, spent, prompt_tokens = WORKLOADS["W2"].tokens, [], 0
+    dealt = Pictures(WORKLOADS["W2"], random.randrange(1 << 30), batch * (1 + rounds(batch)))
     with GpuPower(gpus) as power:
         for number in range(1 + rounds(batch)):
-            pictures = [deal() for _ in range(batch)]
+            pictures = [dealt.deal() for _ in range(batch)]
             began = time.perf_counter()
             inputs = loop.inputs(pictures, [PROMPT] * batch)
             answers = loop.tokens(inputs, tokens, tokens)
@@ -111,28 +107,3 @@ def measure(loop: Loop, batch: int, deal: Callable[[], bytes], gpus: Sequence[st
         "concurrency": batch,
         **({} if draw is None else draw._asdict()),
     }
-
-
-def answer_questions(loop: Loop, file: Path) -> list[str]:
-    """The answers to the questions of a JSON file of [path of a picture, question], one after the other."""
-    return [loop.answer(Path(picture).read_bytes(), question) for picture, question in json.loads(file.read_text())]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=ROOT / "loadtest" / "shapes" / "internvl3-8b-shape")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--batches", nargs="*", type=int, choices=BATCHES, default=BATCHES)
-    parser.add_argument("--questions", type=Path, metavar="FILE.json", help="answer these in place of the job")
-    parser.add_argument("--seed", type=int, default=0, help="of the pictures")
-    options = parser.parse_args()
-    loop = Loop(options.checkpoint, options.device, not (options.checkpoint / "model.safetensors").exists())
-    if options.questions:
-        torch.set_num_threads(1)
-        print(json.dumps(answer_questions(loop, options.questions)), flush=True)
-        return 0
-    pictures = Pictures(WORKLOADS["W2"], options.seed, sum(batch * (1 + rounds(batch)) for batch in options.batches))
-    gpus = () if options.device == "cpu" else ("0",)
-    for batch in options.batches:
-        print(json.dumps(measure(loop, batch, pictures.deal, gpus)), flush=True)
-    return 0
