@@ -128,7 +128,8 @@ def soak(server: Server, traffic: Traffic, watch: Watch, options: argparse.Names
     traffic.start(options.concurrency)
     while (minutes := (time.monotonic() - started) / 60) < options.minutes and not lost:
         time.sleep(options.interval)
-        lost = watch.look()
+        if lost := watch.look():
+            print(f"soak: {lost}", file=sys.stderr, flush=True)
         if minutes > said + 1:
             said = minutes
             print(f"{minutes:.0f} min: ended {dict(traffic.ended)}", file=sys.stderr, flush=True)

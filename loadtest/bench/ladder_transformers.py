@@ -1,7 +1,7 @@
 """The foot of the ladder: W2's job in the plain loop that transformers' own pages show, at several batch sizes.
 
 Pictures are opened and cut by transformers' processor on Pillow, then `generate` gives four greedy tokens (bf16, SDPA);
-while pictures are prepared the GPU waits, as it does in such a loop. Alone: `ladder --parts speed --rungs transformers`.
+while pictures are prepared the GPU waits, as in any such loop. Alone: `ladder --parts speed --rungs transformers`.
 """
 
 from __future__ import annotations

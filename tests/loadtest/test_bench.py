@@ -62,7 +62,7 @@ def test_what_questions_wait_and_what_the_job_loses(emitted: Any, stood_in: Any,
     stood_in(jobs)
     # What the job loses here, and how long a starved machine takes, is chance.
     monkeypatch.setattr(jobs, "BARS", dict.fromkeys(jobs.BARS, float("inf")))
-    options = ["--gpus", "", "--concurrency", "4", "--least", "200", "--processes", "1", "--rate", "50", "--seed", "3"]
+    options = ["--gpus", "", "--concurrency", "4", "--least", "100", "--processes", "1", "--rate", "50", "--seed", "3"]
     figures = emitted(jobs, *options)
     assert set(figures) == {"jobs.ttft_p50_ms", "jobs.ttft_p99_ms", "jobs.loss_pct"}
     p50, p99 = figures["jobs.ttft_p50_ms"], figures["jobs.ttft_p99_ms"]
