@@ -80,11 +80,6 @@ class Body:
         module, _, leaf = name.rpartition(".")
         return self.stored[f"model.layers.{index}.{module}.weight"].removesuffix("weight") + leaf
 
-    @property
-    def names(self) -> BodyNames:
-        """What the checkpoint calls the modules of a layer."""
-        return self.config.text.names
-
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Makes ``tensors``, by names as :meth:`tensors` gives them, the one layer."""
         self._layer = self._empty_layer()

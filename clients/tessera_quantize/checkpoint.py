@@ -49,7 +49,7 @@ def write(config: CheckpointConfig, layers: Sequence[Path], recipe: Recipe, visi
             rest |= {f"{vision[-1]}.{leaf}": tensor for leaf, tensor in made.items()}
     linear = {name.removesuffix(".weight") for name, tensor in rest.items() if _is_linear(name, tensor)}
     # The output head may share the embedding's weight and have no tensor of its own.
-    head = f"language_model.{'output' if 'InternLM2' in config.text.architecture else 'lm_head'}"
+    head = f"language_model.{config.text.names.head}"
     _write_shards(draft, layers, rest)
     raw = dict(config.raw)
     raw["quantization_config"] = quantization_config(

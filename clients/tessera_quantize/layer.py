@@ -22,7 +22,7 @@ class LayerQuantizer:
         self._sequences = [(sample.hidden, sample.positions, sample.weights) for sample in samples]
         self._stored = body.tensors(index)
         shapes = {name: tuple(each.shape) for name, each in self._stored.items()}
-        self._modules = layer_modules(body.names, shapes)
+        self._modules = layer_modules(body.config.text.names, shapes)
         names = [module for members in self._modules.members.values() for module in members]
         self._weights = {name: self._stored[f"{name}.weight"].to(body.device).float() for name in names}
         for name, weight in self._weights.items() if recipe.method != "fp8" else ():

@@ -10,13 +10,13 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError
 from tessera.models.family import checkpoint_id
 from tessera.models.registry import family_for, read_config
@@ -104,23 +104,20 @@ def run(job: Job, progress: Progress) -> list[Row]:
     if job.out.exists():
         raise ConfigError(f"{job.out} exists; name a folder that does not")
     config = read_config(job.source)
-    if any("quantization_config" in (config.raw.get(name) or {}) for name in ("text_config", "llm_config")) or (
-        "quantization_config" in config.raw
-    ):
+    if config.quantization is not None:
         raise ConfigError(f"{job.source} is quantized already; name the original checkpoint")
     for _, policy in job.policies:  # now, and not after hours of work
         family_for(config).policy({"tile_policy": policy})
     claim(job.work, job.settings())
     dtype = torch.float32 if job.device == "cpu" else torch.bfloat16
     body = Body(config, dtype, torch.device(job.device))
-    inputs = _Inputs(job, config, body, progress)
-    held_out = inputs.samples("held-out", job.held_out, pictures=True)
+    # Pictures go through the serving stages, loaded when the first are missing.
+    inputs = partial(_samples, job, body, cache(partial(Chain, config, job.device)), progress)
+    held_out = inputs("held-out", job.held_out)
     original = _last_hidden(body, held_out, progress)
     rows, folders = [], {"original": job.source}
     for name, recipe in job.rows.items():
-        calibration = inputs.samples(
-            "calibration" if recipe.pictures else "words", job.calibration, pictures=recipe.pictures
-        )
+        calibration = inputs("calibration" if recipe.pictures else "words", job.calibration)
         place = job.work / name.replace(", ", "-").replace(" ", "-")
         files, errors, hidden = _quantize_layers(body, recipe, calibration, held_out, place, name, progress)
         folders[name] = place / "checkpoint"
@@ -150,28 +147,22 @@ def finish(job: Job) -> None:
 _TENSORS = ("hidden", "positions", "weights")
 
 
-class _Inputs:
-    """Samples as artefacts; pictures go through the serving stages, loaded when the first are missing."""
+def _samples(
+    job: Job, body: Body, chain: Callable[[], Chain], progress: Progress, name: str, items: Sequence[Item]
+) -> list[Sample]:
+    """Samples as an artefact; "words" have no pictures."""
 
-    def __init__(self, job: Job, config: CheckpointConfig, body: Body, progress: Progress) -> None:
-        self._job, self._config, self._body, self._progress = job, config, body, progress
-        self._chain: Chain | None = None
+    def make() -> Made:
+        with progress(f"inputs: {name}", len(items)) as advance:
+            made = list(chain().samples(body, items, name != "words", advance))
+        tensors = {f"{index}.{name}": getattr(sample, name) for index, sample in enumerate(made) for name in _TENSORS}
+        return tensors, {"counts": [[sample.answer, sample.text] for sample in made]}
 
-    def samples(self, name: str, items: Sequence[Item], pictures: bool) -> list[Sample]:
-        def make() -> Made:
-            self._chain = self._chain or Chain(self._config, self._job.device)
-            with self._progress(f"inputs: {name}", len(items)) as advance:
-                made = list(self._chain.samples(self._body, items, pictures, advance))
-            tensors = {
-                f"{index}.{name}": getattr(sample, name) for index, sample in enumerate(made) for name in _TENSORS
-            }
-            return tensors, {"counts": [[sample.answer, sample.text] for sample in made]}
-
-        tensors, facts = kept(self._job.work / f"inputs-{name}.safetensors", make)
-        return [
-            Sample(*(tensors[f"{index}.{name}"] for name in _TENSORS), answer, text)  # type: ignore[arg-type,call-arg]
-            for index, (answer, text) in enumerate(facts["counts"])
-        ]
+    tensors, facts = kept(job.work / f"inputs-{name}.safetensors", make)
+    return [
+        Sample(*(tensors[f"{index}.{name}"] for name in _TENSORS), answer, text)  # type: ignore[arg-type,call-arg]
+        for index, (answer, text) in enumerate(facts["counts"])
+    ]
 
 
 def _quantize_layers(

@@ -101,7 +101,7 @@ def test_as_a_gpu_runs_it(monkeypatch, original, expected, product, steps):
         return call
 
     monkeypatch.setattr(Fp8, "_has_units", lambda scheme, layer: True)
-    monkeypatch.setattr("tessera.linear.scheme.SKINNY_MULTIPLE", 16)
+    monkeypatch.setattr("tessera.linear.scheme.FP8_K_MULTIPLE", 16)
     monkeypatch.setattr("tessera.linear.formats.fp8.quantize_rows", counted(quantize_rows, "by the product"))
     monkeypatch.setattr(reference, "quantize_rows", counted(reference.quantize_rows, "by the kernel in front"))
     model = copied(original, scheme_selector(None, None, "fp8"))

@@ -31,27 +31,19 @@ def rows(count: int) -> torch.Tensor:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("count", [STEP, 2528, 1])
-def test_it_errs_no_more_than_the_library(weight, count):
+def test_in_a_graph_it_errs_no_more_than_the_library(weight, count):
     kernels, x = layer_kernels("cuda"), rows(count)
+    kernels.gate_up_silu(-x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernels.gate_up_silu(x, weight)
+    graph.replay()
     gate, up = F.linear(x.float(), weight.float()).chunk(2, dim=1)
     exact = F.silu(gate).mul_(up)
-    found = {"fused": kernels.gate_up_silu(x, weight), "library": kernels.silu_and_multiply(F.linear(x, weight))}
+    found = {"fused": out, "library": kernels.silu_and_multiply(F.linear(x, weight))}
     errors = {name: float((result.float() - exact).norm() / exact.norm()) for name, result in found.items()}
     print(f"{count} rows: {errors}")
     assert errors["fused"] < 1.02 * errors["library"] < 0.01
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("count", [STEP, 2528])
-def test_it_runs_in_a_graph(weight, count):
-    kernel, x = layer_kernels("cuda").gate_up_silu, rows(count)
-    kernel(x, weight)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = kernel(x, weight)
-    x.neg_()
-    graph.replay()
-    assert torch.equal(out, kernel(x, weight))
 
 
 @torch.inference_mode()

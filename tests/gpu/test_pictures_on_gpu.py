@@ -9,7 +9,7 @@ from vision.tiny_qwen2_vl_tower import config_of, groups, model_of, picture, sav
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.kernels.attention_plan import query_tiles
 from tessera.kernels.tower_attention import attend_within, attention_by, triton_configs
-from tessera.kernels.tower_layers import PLAIN, gpu_kernels, varlen_backends
+from tessera.kernels.tower_layers import varlen_backends
 from tessera.settings.stages import VisionSettings
 from tessera.vision.runner import make_runner
 from tessera.vision.torch_runner import TorchRunner
@@ -56,15 +56,6 @@ def test_our_kernels_in_a_graph_of_more_tiles(plan):
     own = [*range(600), *range(800, 1100)]
     torch.testing.assert_close(rows[own].float(), expected[own], rtol=2**-6, atol=2**-6)
     assert rows[600:800].isnan().all()
-
-
-def test_heads_of_a_whole_batch_are_turned_as_the_twin_turns_them():
-    qkv = qkv_of(5476, 16, 80)
-    angles = torch.rand(5476, 40, device=DEVICE) * 70
-    turns = torch.stack((angles.cos(), angles.sin()))
-    expected = torch.stack(PLAIN.layers.turn_heads(qkv, turns), dim=1)
-    rows = torch.stack(gpu_kernels().layers.turn_heads(qkv, turns), dim=1)
-    torch.testing.assert_close(rows, expected, rtol=2**-7, atol=2**-7)
 
 
 @pytest.fixture(scope="module")

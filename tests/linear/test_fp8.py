@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from measured_fakes import Choices
+from measured_fakes import Choices, fill
 
 from tessera.errors import CheckpointError
 from tessera.kernels.fp8_rows import E4M3, Fp8Rows, Fp8Sums, quantize_rows, quantize_weight
@@ -38,14 +38,6 @@ def tensors(bias: bool = False) -> dict[str, torch.Tensor]:
     if bias:
         stored |= {f"{name}.bias": normal(rows) for name, rows in PARTS.items()}
     return {name: tensor.bfloat16() for name, tensor in stored.items()}
-
-
-def fill(layer: Linear, stored: Mapping[str, torch.Tensor]) -> Linear:
-    targets = layer.targets(stored)
-    assert targets.keys() == stored.keys()
-    for name, tensor in stored.items():
-        targets[name](tensor)
-    return layer
 
 
 @pytest.fixture

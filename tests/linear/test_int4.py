@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from measured_fakes import prefers
+from measured_fakes import fill, prefers
 
 from tessera.kernels.fp8_rows import Fp8Rows, Fp8Sums
 from tessera.kernels.operands import finished
@@ -62,10 +62,7 @@ def made(scattered=False, bias=True, resident="auto"):
             biases.append(tensors["bias"])
         stored |= {f"{name}.{leaf}": tensor for leaf, tensor in tensors.items()}
         weights.append(dequantize(codes, scales, zeros, order.argsort(stable=True) if scattered else None))
-    targets = layer.targets(stored)
-    for name, tensor in stored.items():
-        targets[name](tensor)
-    return layer, torch.cat(weights), torch.cat(biases) if bias else None
+    return fill(layer, stored), torch.cat(weights), torch.cat(biases) if bias else None
 
 
 def rows_of(n):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from measured_fakes import fill
 from packers import gptq, quantized, words
 
 from tessera.errors import CheckpointError
@@ -79,23 +80,18 @@ def layer(names, has_bias=False):
     return Linear(64, rows, has_bias, lambda _: Gptq(32, 1, True), torch.float32, torch.device("cpu"))
 
 
-def give(linear, tensors):
-    for name, target in linear.targets(set(tensors)).items():
-        target(tensors[name])
-
-
 def test_a_bias_that_the_model_does_not_have_must_be_zero():
     tensors = gptq(32, True).pack(WEIGHT)[0]
     named = {f"q.{leaf}": tensor for leaf, tensor in tensors.items()}
-    give(layer("q"), named | {"q.bias": torch.zeros(32)})
+    fill(layer("q"), named | {"q.bias": torch.zeros(32)})
     with pytest.raises(CheckpointError, match="^is not zero") as caught:
-        give(layer("q"), named | {"q.bias": torch.ones(32)})
+        fill(layer("q"), named | {"q.bias": torch.ones(32)})
     assert caught.value.name == "q.bias"
 
 
 def test_parts_of_one_layer_must_have_one_order_of_columns():
     ordered, scattered = (gptq(32, True, desc_act=scatter).pack(WEIGHT)[0] for scatter in (False, True))
     named = {f"k.{leaf}": tensor for leaf, tensor in scattered.items()}
-    give(layer("kv"), named | {f"v.{leaf}": tensor for leaf, tensor in scattered.items()})
+    fill(layer("kv"), named | {f"v.{leaf}": tensor for leaf, tensor in scattered.items()})
     with pytest.raises(CheckpointError, match="columns differ from those of k"):
-        give(layer("kv"), named | {f"v.{leaf}": tensor for leaf, tensor in ordered.items()})
+        fill(layer("kv"), named | {f"v.{leaf}": tensor for leaf, tensor in ordered.items()})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +88,15 @@ def hf_native(
     """Write an HF-native folder. ``prefix`` "" gives the names transformers 5 saves, "model." those of 4.52."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_level_tokenizer()
-    vocab_size = tokenizer.get_vocab_size()
-    write_json(folder / "config.json", _hf_config(shape, tokenizer, dtype))
+    config = _hf_config(shape, tokenizer, dtype)
+    write_json(folder / "config.json", config)
     eos, pad = tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")
     write_json(folder / "generation_config.json", {"eos_token_id": eos, "pad_token_id": pad})
     _write_processor(folder, shape, tokenizer)
-    weights = {**_vision_weights(shape), **_text_weights(shape, vocab_size)}
     generator = torch.Generator().manual_seed(seed)
-    filled = {name: _filled(name, size, generator).to(dtype) for name, size in weights.items()}
-    if prefix:
-        filled = {_old_name(name): tensor for name, tensor in filled.items()}
+    filled = {name: _filled(name, size, generator).to(dtype) for name, size in _weights(json.dumps(config)).items()}
+    if not prefix:
+        filled = {_new_name(name): tensor for name, tensor in filled.items()}
     save_file(filled, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -222,68 +222,15 @@ def _hf_config(shape: Shape, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[s
     }
 
 
-def _vision_weights(shape: Shape) -> dict[str, tuple[int, ...]]:
-    size, patches = shape.vision_hidden, (shape.image_size // shape.patch_size) ** 2
-    weights: dict[str, tuple[int, ...]] = {
-        "vision_tower.embeddings.cls_token": (1, 1, size),
-        "vision_tower.embeddings.position_embeddings": (1, patches + 1, size),
-        **_linear("vision_tower.embeddings.patch_embeddings.projection", size, 3, shape.patch_size, shape.patch_size),
-        **_norm("multi_modal_projector.layer_norm", 4 * size),
-        **_linear("multi_modal_projector.linear_1", shape.text_hidden, 4 * size),
-        **_linear("multi_modal_projector.linear_2", shape.text_hidden, shape.text_hidden),
-    }
-    if not shape.mean_pooling:
-        weights |= _norm("vision_tower.layernorm", size)
-    for number in range(shape.vision_layers):
-        layer = f"vision_tower.encoder.layer.{number}"
-        for part in "qkv":
-            weights |= _linear(f"{layer}.attention.{part}_proj", size, size, bias=shape.attention_bias)
-            if shape.qk_norm and part != "v":
-                weights[f"{layer}.attention.{part}_norm.weight"] = (size,)
-        weights |= _linear(f"{layer}.attention.projection_layer", size, size)
-        weights |= _linear(f"{layer}.mlp.fc1", shape.vision_mlp, size)
-        weights |= _linear(f"{layer}.mlp.fc2", size, shape.vision_mlp)
-        for name in ("layernorm_before", "layernorm_after"):
-            weights |= _norm(f"{layer}.{name}", size, bias=shape.norm_type == "layer_norm")
-        weights |= {f"{layer}.lambda_1": (size,), f"{layer}.lambda_2": (size,)}
-    return weights
+@cache
+def _weights(config: str) -> dict[str, torch.Size]:
+    """Names as transformers 4.52 saved them, and sizes, of its own model of a config.json."""
+    from transformers import InternVLConfig, InternVLForConditionalGeneration
 
-
-def _text_weights(shape: Shape, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    size, body = shape.text_hidden, "language_model.model"
-    queries, keys = shape.text_heads * shape.head_dim, shape.text_kv_heads * shape.head_dim
-    qwen2 = shape.text == "qwen2"
-    weights: dict[str, tuple[int, ...]] = {
-        f"{body}.embed_tokens.weight": (vocab_size, size),
-        f"{body}.norm.weight": (size,),
-    }
-    for number in range(shape.text_layers):
-        layer = f"{body}.layers.{number}"
-        if shape.text == "phi3":
-            weights |= _linear(f"{layer}.self_attn.qkv_proj", queries + 2 * keys, size, bias=False)
-            weights |= _linear(f"{layer}.mlp.gate_up_proj", 2 * shape.text_mlp, size, bias=False)
-        else:
-            for part, rows in (("q", queries), ("k", keys), ("v", keys)):
-                weights |= _linear(f"{layer}.self_attn.{part}_proj", rows, size, bias=qwen2 or shape.text_bias)
-            weights |= _linear(f"{layer}.mlp.gate_proj", shape.text_mlp, size, bias=shape.text_mlp_bias)
-            weights |= _linear(f"{layer}.mlp.up_proj", shape.text_mlp, size, bias=shape.text_mlp_bias)
-        weights |= _linear(f"{layer}.self_attn.o_proj", size, queries, bias=not qwen2 and shape.text_bias)
-        if shape.text == "qwen3":
-            weights |= {f"{layer}.self_attn.{part}_norm.weight": (shape.head_dim,) for part in "qk"}
-        weights |= _linear(f"{layer}.mlp.down_proj", size, shape.text_mlp, bias=shape.text_mlp_bias)
-        weights[f"{layer}.input_layernorm.weight"] = (size,)
-        weights[f"{layer}.post_attention_layernorm.weight"] = (size,)
-    if not shape.tie:
-        weights["language_model.lm_head.weight"] = (vocab_size, size)
-    return weights
-
-
-def _linear(name: str, rows: int, *columns: int, bias: bool = True) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (rows, *columns)} | ({f"{name}.bias": (rows,)} if bias else {})
-
-
-def _norm(name: str, size: int, bias: bool = True) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (size,)} | ({f"{name}.bias": (size,)} if bias else {})
+    with torch.device("meta"):
+        model = InternVLForConditionalGeneration(InternVLConfig.from_dict(json.loads(config)))
+    tied = set(model.all_tied_weights_keys)
+    return {name: weight.shape for name, weight in sorted(model.state_dict().items()) if name not in tied}
 
 
 def _filled(name: str, size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -300,11 +247,11 @@ def _filled(name: str, size: tuple[int, ...], generator: torch.Generator) -> tor
     return 0.2 * noise
 
 
-def _old_name(name: str) -> str:
-    """A name as transformers 4.52 saved it."""
-    if name.startswith("language_model.lm_head"):
-        return name.removeprefix("language_model.")
-    return "model." + name.replace("language_model.model.", "language_model.")
+def _new_name(name: str) -> str:
+    """A name as transformers 5 saves it."""
+    if name.startswith("lm_head"):
+        return f"language_model.{name}"
+    return name.removeprefix("model.").replace("language_model.", "language_model.model.")
 
 
 def _chat_vision(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

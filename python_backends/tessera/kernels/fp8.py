@@ -17,11 +17,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-MAX_SIZE = 32768
+from tessera.kernels.fp8_rows import LARGEST, MAX_SIZE, SMALLEST_SCALE, Fp8Rows, empty_rows
 
-# As in rows.py, which imports this file.
-_LARGEST = tl.constexpr(448.0)
-_SMALLEST_SCALE = tl.constexpr(1e-12)
+_LARGEST = tl.constexpr(LARGEST)
+_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 _RESCALE_BLOCK = 1024
 _FEW_ROWS = 64
 
@@ -41,17 +40,19 @@ def row_warps(n: int, size: int) -> int:
     return min(warps, 16 if n > 128 else 32)
 
 
-def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None, values: torch.Tensor, scales: torch.Tensor) -> None:
-    """:func:`tessera.kernels.fp8_rows.quantize_rows`, bit for bit, into ``values`` and ``scales``.
+def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None) -> Fp8Rows:
+    """:func:`tessera.kernels.fp8_rows.quantize_rows`, bit for bit.
 
     ValueError for rows of over 32768 values or a strided x.
     """
     n, size = x.shape
     if size > MAX_SIZE or not x.is_contiguous():
         raise ValueError(f"quantize_rows: contiguous rows of at most {MAX_SIZE} values, not {list(x.shape)}")
+    rows = empty_rows(x.shape, x.device)
     if n:
         options = {**row_blocks(size), "num_warps": row_warps(n, size), **early_launch(x.device)}
-        _quantize_rows[(n,)](x, scale, values, scales, size, **options)
+        _quantize_rows[(n,)](x, scale, *rows, size, **options)
+    return rows
 
 
 def rescale(
@@ -84,12 +85,6 @@ def scale_of(largest):
 
 
 @triton.jit
-def largest_of(row):
-    """float32 values -> their largest magnitude."""
-    return tl.max(tl.abs(row))
-
-
-@triton.jit
 def inverse_of(scale):
     """What values are multiplied by: one IEEE division a row, so that the twin rounds to the same e4m3 values."""
     return tl.div_rn(1.0, scale)
@@ -102,7 +97,7 @@ def store_row(out, scales, row, at, values, inside):
         tl.store(out + at, values, mask=inside)
     else:
         wide = values.to(tl.float32)
-        scale = scale_of(largest_of(wide))
+        scale = scale_of(tl.max(tl.abs(wide)))
         tl.store(scales + row, scale)
         tl.store(out + at, (wide * inverse_of(scale)).to(out.dtype.element_ty), mask=inside)
 
@@ -128,7 +123,7 @@ def store_halves(values, scales, row, size, head, tail, scale, HEAD: tl.constexp
     """A row of float32 values in e4m3, by a given ``scale`` at which they saturate, or by its own."""
     values += row * size
     second = HEAD + tl.arange(0, TAIL)
-    used = scale_of(tl.maximum(largest_of(head), largest_of(tail)))
+    used = scale_of(tl.maximum(tl.max(tl.abs(head)), tl.max(tl.abs(tail))))
     if scale is not None:
         used = tl.load(scale)
     inverse = inverse_of(used)

@@ -15,9 +15,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tessera.kernels.activation import gated
+from tessera.kernels.operands import GATE_UP_MULTIPLE
 from tessera.kernels.skinny_linear import multiprocessors
-
-MULTIPLE = 8  # of k and size: TMA wants rows of whole 16 bytes
 
 
 @dataclass(frozen=True)
@@ -46,21 +45,21 @@ def gate_up_silu(x: torch.Tensor, weight: torch.Tensor, plan: GateUpPlan | None 
     out = torch.empty((m, size), dtype=x.dtype, device=x.device)
     if m:
         programs = min(multiprocessors(x.device), triton.cdiv(m, plan.rows) * triton.cdiv(size, plan.columns))
-        _gate_up_silu[(programs,)](
+        described = (
             TensorDescriptor.from_tensor(x, [plan.rows, plan.depth]),
             TensorDescriptor.from_tensor(weight.view(2, size, k), [2, plan.columns, plan.depth]),
             TensorDescriptor.from_tensor(out, [plan.rows, plan.columns]),
-            m, size, k,
-            ROWS=plan.rows, COLUMNS=plan.columns, DEPTH=plan.depth, GROUP=plan.group,
-            num_warps=plan.warps, num_stages=plan.stages,
-        )  # fmt: skip
+        )
+        tiles = {"ROWS": plan.rows, "COLUMNS": plan.columns, "DEPTH": plan.depth, "GROUP": plan.group}
+        options = {**tiles, "num_warps": plan.warps, "num_stages": plan.stages}
+        _gate_up_silu[(programs,)](*described, m, size, k, **options)
     return out
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
-    if weight.shape[1] != x.shape[1] or x.shape[1] % MULTIPLE or len(weight) % (2 * MULTIPLE):
+    if weight.shape[1] != x.shape[1] or x.shape[1] % GATE_UP_MULTIPLE or len(weight) % (2 * GATE_UP_MULTIPLE):
         raise ValueError(
-            f"gate_up_silu: x [m, k] and weight [2 * size, k], k and size multiples of {MULTIPLE}, "
+            f"gate_up_silu: x [m, k] and weight [2 * size, k], k and size multiples of {GATE_UP_MULTIPLE}, "
             f"not {list(x.shape)} and {list(weight.shape)}"
         )
     if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16):

@@ -37,12 +37,10 @@ def merge_class(
         raise ValueError("merge_class: a token's heads must lie beside each other")
     rows = empty_like(query.new_empty((tiles, tokens, heads * size)), fp8)
     if tiles:
-        _merge_class[(tiles * tokens,)](
-            first, others, sums.contiguous(), query, key, value, *rows,
-            tokens, heads, size,
-            first.stride(0), *others.stride()[:2], *query.stride()[:2], key.stride(0), value.stride(0),
-            size**-0.5, HEADS=block[0], SIZE=block[1], num_warps=min(max(block[0] * block[1] // 512, 1), 16),
-        )  # fmt: skip
+        tensors = (first, others, sums.contiguous(), query, key, value, *rows)
+        strides = (first.stride(0), *others.stride()[:2], *query.stride()[:2], key.stride(0), value.stride(0))
+        options = {"HEADS": block[0], "SIZE": block[1], "num_warps": min(max(block[0] * block[1] // 512, 1), 16)}
+        _merge_class[(tiles * tokens,)](*tensors, tokens, heads, size, *strides, size**-0.5, **options)
     return rows_or_tensor(*rows)
 
 

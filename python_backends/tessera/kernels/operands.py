@@ -1,4 +1,4 @@
-"""What kernels take beside tensors: a paged cache; products that the next kernel finishes, which saves a launch."""
+"""What kernels take: how many rows, a paged cache, products that the next kernel finishes, which saves a launch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from typing import NamedTuple
 import torch
 
 from tessera.kernels.fp8_rows import Fp8Sums
+
+#: the most rows of a product for few rows, in 16 bits or of 4-bit weights, and what divides k of the former
+MAX_ROWS, K_MULTIPLE = 64, 64
+#: of such a product in e4m3
+FP8_MAX_ROWS, FP8_K_MULTIPLE = 256, 128
+#: of the fused gate-up product's k and size: TMA wants rows of whole 16 bytes
+GATE_UP_MULTIPLE = 8
 
 
 class PagedCache(NamedTuple):

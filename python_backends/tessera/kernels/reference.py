@@ -105,10 +105,9 @@ def skinny_unfinished(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return Partials(torch.stack([F.linear(*halves) for halves in zip(x_halves, weight_halves)]), bias, x.dtype)
 
 
-def gate_up_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def gate_up_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | Fp8Rows:
     """x [m, k], weight [2 * size, k], gate first -> silu(gate) * up [m, size]."""
-    gate, up = F.linear(x, weight).chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return silu_and_multiply(F.linear(x, weight))
 
 
 #: the same for few rows
@@ -124,10 +123,9 @@ def w4a16_linear(x: torch.Tensor, weights: PackedW4, bias: torch.Tensor | None =
     return F.linear(x.float(), unpack(weights), None if bias is None else bias.float()).to(x.dtype)
 
 
-def w4a16_gate_up(x: torch.Tensor, weights: PackedW4, bias: torch.Tensor | None = None) -> torch.Tensor:
+def w4a16_gate_up(x: torch.Tensor, weights: PackedW4, bias: torch.Tensor | None = None) -> torch.Tensor | Fp8Rows:
     """x [m, k], W [2 * size, k], gate first -> silu(gate) * up [m, size]."""
-    gate, up = w4a16_linear(x, weights, bias).chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return silu_and_multiply(w4a16_linear(x, weights, bias))
 
 
 def widen_w4(weights: PackedW4, dtype: torch.dtype) -> torch.Tensor:

@@ -29,10 +29,8 @@ import triton.language as tl
 from tessera.kernels.activation import gated
 from tessera.kernels.fp8 import add_partials, early_launch, wait_for_previous
 from tessera.kernels.fp8_rows import E4M3, Fp8Rows
-from tessera.kernels.operands import Partials
+from tessera.kernels.operands import FP8_K_MULTIPLE, FP8_MAX_ROWS, K_MULTIPLE, MAX_ROWS, Partials
 
-MAX_ROWS = 64
-K_MULTIPLE = 64
 _STAGES = 4
 _STAGE_BYTES = 24 * 1024  # four of them and their like from a second program fit into the shared memory
 
@@ -269,10 +267,6 @@ def _gate_up(
     total = total.to(out.dtype.element_ty)
     gate, up = total.reshape(HALF, 2, BLOCK_M).permute(0, 2, 1).split()
     _store(out, gated(gate, up), m, size, row, start + tl.arange(0, HALF))
-
-
-FP8_MAX_ROWS = 256
-FP8_K_MULTIPLE = 128
 
 
 @cache

@@ -38,10 +38,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tessera.kernels.activation import gated
+from tessera.kernels.operands import MAX_ROWS
 from tessera.kernels.skinny_linear import multiprocessors
 from tessera.kernels.w4_layout import ZERO_BITS, PackedW4
 
-MAX_ROWS = 64
 _WIDEN_ROWS = 64
 _ZERO_MASK = gl.constexpr((1 << ZERO_BITS) - 1)
 
@@ -125,16 +125,10 @@ def _launch(
     pieces = TensorDescriptor(x, [k // chunk, m, chunk], [chunk, k, 1], [4, block_m, chunk], _swizzled(chunk, 3))
     rows = plan.block_n // 2 if gate else plan.block_n
     codes = TensorDescriptor.from_tensor(weights.codes.view(-1, chunk), [rows, chunk], _swizzled(chunk, 2))
-    _w4a16[(plan.programs,)](
-        *(pieces, codes, weights.words, bias, out, partials, weights.arrivals, m, n, k, tiles),
-        GROUP_BLOCKS=max(1, weights.group // (4 * chunk)),
-        GROUPS=max(1, 4 * chunk // weights.group),
-        GATED=gate,
-        BLOCK_N=plan.block_n,
-        STAGES=plan.stages,
-        num_warps=plan.warps,
-        launch_pdl=True,
-    )
+    operands = (pieces, codes, weights.words, bias, out, partials, weights.arrivals)
+    groups = {"GROUP_BLOCKS": max(1, weights.group // (4 * chunk)), "GROUPS": max(1, 4 * chunk // weights.group)}
+    options = {"GATED": gate, "BLOCK_N": plan.block_n, "STAGES": plan.stages, "num_warps": plan.warps}
+    _w4a16[(plan.programs,)](*operands, m, n, k, tiles, **groups, **options, launch_pdl=True)
     return out
 
 

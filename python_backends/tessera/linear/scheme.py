@@ -18,15 +18,12 @@ from torch import nn
 
 from tessera.checkpoint.weights import Target, TensorError, plain
 from tessera.errors import CheckpointError
-from tessera.kernels.fp8_rows import MULTIPLE, Fp8Rows, Fp8Sums, fp8_linear, fp8_sums, quantize_rows
-from tessera.kernels.operands import Unfinished
+from tessera.kernels.fp8_rows import MAX_SIZE, MULTIPLE, Fp8Rows, Fp8Sums, fp8_linear, fp8_sums, quantize_rows
+from tessera.kernels.operands import FP8_K_MULTIPLE, FP8_MAX_ROWS, Unfinished
 from tessera.kernels.tuning import layer_kernels
 
 #: ways to multiply rows in e4m3 by weights in e4m3
 PRODUCTS = ("rescaled", "rows", "skinny")
-#: the skinny product's limits (tessera.kernels.skinny_linear, which imports triton)
-SKINNY_ROWS = 256
-SKINNY_MULTIPLE = 128
 _UNITS_FROM = (8, 9)  # the compute capability
 
 #: ascending numbers of rows, and the way's name up to each
@@ -109,7 +106,7 @@ class LinearScheme(ABC):
     def way(self, layer: Linear, rows: int) -> str:
         """The fastest for this many rows."""
         for most, name in self.ways if rows else ():
-            if rows <= most and (name != "skinny" or layer.in_features % SKINNY_MULTIPLE == 0):
+            if rows <= most and (name != "skinny" or layer.in_features % FP8_K_MULTIPLE == 0):
                 return name
         return self.beyond(layer)
 
@@ -158,7 +155,7 @@ def rows_of(x: torch.Tensor | Fp8Rows) -> int:
 
 def products_for(layer: Linear, rows: int) -> list[str]:
     """Those of PRODUCTS that take this many rows."""
-    skinny = rows <= SKINNY_ROWS and layer.in_features % SKINNY_MULTIPLE == 0
+    skinny = rows <= FP8_MAX_ROWS and layer.in_features % FP8_K_MULTIPLE == 0
     return [name for name in PRODUCTS if name != "skinny" or skinny]
 
 
@@ -166,8 +163,6 @@ def has_units(layer: Linear) -> bool:
     """Whether the device multiplies e4m3 rows by weights of this shape."""
     if layer.device.type != "cuda" or layer.dtype != torch.bfloat16:
         return False
-    from tessera.kernels.fp8 import MAX_SIZE
-
     whole = layer.out_features % MULTIPLE == 0 and layer.in_features % MULTIPLE == 0
     return whole and layer.in_features <= MAX_SIZE and torch.cuda.get_device_capability(layer.device) >= _UNITS_FROM
 

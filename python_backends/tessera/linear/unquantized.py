@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tessera.kernels.fp8_rows import Fp8Rows
-from tessera.kernels.operands import Unfinished, finished
+from tessera.kernels.operands import GATE_UP_MULTIPLE, K_MULTIPLE, MAX_ROWS, Unfinished, finished
 from tessera.kernels.tuning import layer_kernels
 from tessera.linear.scheme import Linear, LinearScheme, LinearShape, plain_of, rows_of
 
@@ -64,15 +64,12 @@ class Unquantized(LinearScheme):
         return (kernels.skinny_gate_up if way == FEW_ROWS else kernels.gate_up_silu)(x, layer.get_buffer("weight"))
 
     def possible(self, layer: Linear, shape: LinearShape, rows: int) -> list[str]:
-        from tessera.kernels.gate_up_silu import MULTIPLE
-        from tessera.kernels.skinny_linear import K_MULTIPLE, MAX_ROWS
-
         gated = shape.place == "gate_up"
         if shape.dtype.itemsize != 2 or (gated and shape.bias):  # no kernel adds one before the activation
             return []
         if rows > max(shape.most_rows, MAX_ROWS):  # there is no memory for more
             return []
-        whole = shape.inputs % MULTIPLE == 0 and shape.outputs % (2 * MULTIPLE) == 0
+        whole = shape.inputs % GATE_UP_MULTIPLE == 0 and shape.outputs % (2 * GATE_UP_MULTIPLE) == 0
         few = rows <= MAX_ROWS and shape.inputs % K_MULTIPLE == 0
         fused = gated and whole and rows >= 1024 and _fits(layer.device)
         return [CUBLAS, *[FEW_ROWS] * few, *[FUSED] * fused]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from tessera.errors import CheckpointError
 from tessera.kernels.fp8_rows import Fp8Rows, quantize_rows, quantize_weight
+from tessera.kernels.operands import MAX_ROWS
 from tessera.kernels.tuning import layer_kernels
 from tessera.kernels.w4_layout import PackedW4, chunk_of, pack, zeros_fit
 from tessera.linear.scheme import (
@@ -30,7 +31,6 @@ _LOG = logging.getLogger(__name__)
 ZERO = 8
 """Of symmetric groups."""
 W4A16, DEQUANTIZED = "w4a16", "dequantized"
-_W4A16_ROWS = 64  # the kernel's limit (tessera.kernels.w4a16, which imports triton)
 _CHECKED_ROWS = (1, 8, 13, 16, 29, 32, 57, 64)  # each compiled kernel, its tiles full and not
 _TILE = 64  # columns of the kernel's smallest tile
 _TOLERANCE = 0.02  # of a tile's norm, or of the tiles' mean: both round to the model's dtype
@@ -56,7 +56,7 @@ class Int4(LinearScheme):
             raise CheckpointError(f"quantization_config: group_size {group_size!r:.80} is no number of columns, nor -1")
         self.group_size = group_size
         self.resident = "auto"
-        self.ways: Ways = ((_W4A16_ROWS, W4A16),)
+        self.ways: Ways = ((MAX_ROWS, W4A16),)
         self._trusted = True  # the kernel, on this device
 
     def leaves(self) -> set[str]:
@@ -151,7 +151,7 @@ class Int4(LinearScheme):
         if not _is_packed(layer):
             return []
         copies = [] if layer.weight is None else products_for(layer, rows)
-        return [*copies, *[W4A16] * (self._trusted and rows <= _W4A16_ROWS), DEQUANTIZED]
+        return [*copies, *[W4A16] * (self._trusted and rows <= MAX_ROWS), DEQUANTIZED]
 
     def way(self, layer: Linear, rows: int) -> str:
         return super().way(layer, rows) if _is_packed(layer) else DEQUANTIZED
