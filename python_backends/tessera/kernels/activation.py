@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tessera.kernels.fp8 import (
+    MAX_SIZE,
     early_launch,
     load_halves,
     rescale,
@@ -20,7 +21,7 @@ from tessera.kernels.fp8 import (
     store_row,
     wait_for_previous,
 )
-from tessera.kernels.fp8_rows import MAX_SIZE, Fp8Rows, empty_rows
+from tessera.kernels.fp8_rows import Fp8Rows, empty_rows
 
 _BLOCK = 2048
 

@@ -17,10 +17,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tessera.kernels.fp8_rows import LARGEST, MAX_SIZE, SMALLEST_SCALE, Fp8Rows, empty_rows
+MAX_SIZE = 32768
 
-_LARGEST = tl.constexpr(LARGEST)
-_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
+# As in fp8_rows.py, which imports this file.
+_LARGEST = tl.constexpr(448.0)
+_SMALLEST_SCALE = tl.constexpr(1e-12)
 _RESCALE_BLOCK = 1024
 _FEW_ROWS = 64
 
@@ -40,19 +41,17 @@ def row_warps(n: int, size: int) -> int:
     return min(warps, 16 if n > 128 else 32)
 
 
-def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None) -> Fp8Rows:
-    """:func:`tessera.kernels.fp8_rows.quantize_rows`, bit for bit.
+def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None, values: torch.Tensor, scales: torch.Tensor) -> None:
+    """:func:`tessera.kernels.fp8_rows.quantize_rows`, bit for bit, into ``values`` and ``scales``.
 
     ValueError for rows of over 32768 values or a strided x.
     """
     n, size = x.shape
     if size > MAX_SIZE or not x.is_contiguous():
         raise ValueError(f"quantize_rows: contiguous rows of at most {MAX_SIZE} values, not {list(x.shape)}")
-    rows = empty_rows(x.shape, x.device)
     if n:
         options = {**row_blocks(size), "num_warps": row_warps(n, size), **early_launch(x.device)}
-        _quantize_rows[(n,)](x, scale, *rows, size, **options)
-    return rows
+        _quantize_rows[(n,)](x, scale, values, scales, size, **options)
 
 
 def rescale(

@@ -17,8 +17,6 @@ E4M3 = torch.float8_e4m3fn
 ROWS_DTYPE = E4M3  # what kernels write rows in; the interpreter's cast to e4m3 loses carries, so its tests replace it
 LARGEST = 448.0
 SMALLEST_SCALE = 1e-12
-#: of a row that a kernel quantizes
-MAX_SIZE = 32768
 #: rows and columns of a weight that ``torch._scaled_mm`` takes
 MULTIPLE = 16
 # cuBLAS 13.0 has no product with scales a row, a bias, few rows and a long k: seen failing up to 64 rows.
@@ -78,7 +76,9 @@ def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> Fp8Rows
     if x.is_cuda:
         from tessera.kernels import fp8
 
-        return fp8.quantize_rows(x, scale)
+        rows = empty_rows(x.shape, x.device)
+        fp8.quantize_rows(x, scale, *rows)
+        return rows
     wide = x.float()
     if scale is None:
         scales = (wide.abs().amax(dim=1, keepdim=True) / LARGEST).clamp(min=SMALLEST_SCALE)

@@ -18,7 +18,7 @@ from torch import nn
 
 from tessera.checkpoint.weights import Target, TensorError, plain
 from tessera.errors import CheckpointError
-from tessera.kernels.fp8_rows import MAX_SIZE, MULTIPLE, Fp8Rows, Fp8Sums, fp8_linear, fp8_sums, quantize_rows
+from tessera.kernels.fp8_rows import MULTIPLE, Fp8Rows, Fp8Sums, fp8_linear, fp8_sums, quantize_rows
 from tessera.kernels.operands import FP8_K_MULTIPLE, FP8_MAX_ROWS, Unfinished
 from tessera.kernels.tuning import layer_kernels
 
@@ -163,6 +163,8 @@ def has_units(layer: Linear) -> bool:
     """Whether the device multiplies e4m3 rows by weights of this shape."""
     if layer.device.type != "cuda" or layer.dtype != torch.bfloat16:
         return False
+    from tessera.kernels.fp8 import MAX_SIZE
+
     whole = layer.out_features % MULTIPLE == 0 and layer.in_features % MULTIPLE == 0
     return whole and layer.in_features <= MAX_SIZE and torch.cuda.get_device_capability(layer.device) >= _UNITS_FROM
 
