@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bench.parity import Ours, Theirs, pictures
 
+from tessera.preprocess.preprocessor import PreprocessRequest
+
 
 def test_greedy_tokens_are_equal_on_identical_pixels():
     ours, theirs, work = Ours.load(), Theirs(), pictures(2)
