@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from engine_fakes import (
     EOS,
     VOCABULARY,
@@ -26,12 +24,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits
 
-from tessera.engine.execution.sampler import SamplingRow, sample
 from tessera.engine.structured_output import constraints as constraints_module
 from tessera.engine.structured_output.constraints import Constraints
 from tessera.engine.structured_output.sequences import ConstrainedSequence, MaskLane
 from tessera.errors import InvalidRequest
-from tessera.kernels.transfer import Moment
 from tessera.prompt import grammar
 from tessera.prompt.sampling import SamplingParameters
 
@@ -83,15 +79,6 @@ class Pieces(ByteTokenizer):
 def test_no_special_token_spells_text_and_equal_pieces_are_all_allowed():
     tokenizer = Pieces(b"yes", b"y", b"es", b"yes", b"no")
     assert allowed(matcher(tokenizer, 10, (0,), regex="yes|no").mask) == {2, 3, 5, 6}
-
-
-def test_a_vocabulary_that_lacks_what_is_to_be_written():
-    tokenizer = Pieces(b"a", b"b")
-    with pytest.raises(InvalidRequest, match="regex: no token of the vocabulary can come next"):
-        matcher(tokenizer, 5, (0,), regex="[xy]")
-    one = matcher(tokenizer, 5, (0,), regex="a[xy]|b")
-    one.advance(2)
-    assert one.error == "no token of the vocabulary can come next"
 
 
 def test_a_space_that_the_tokenizer_takes_off_does_not_begin_an_answer():
@@ -148,21 +135,6 @@ def test_what_others_wrote_ends_no_answer(monkeypatch):
     monkeypatch.setattr(constraints_module, "MOST_COPIES", 2)
     constraints = Constraints(ByteTokenizer(), VOCABULARY, (EOS,))
     assert [follow(seed) for seed in range(12)] == [None] * 12
-
-
-def test_the_sampler_chooses_among_what_is_allowed():
-    logits = torch.tensor([[5.0, 1.0, 3.0, 2.0, 0.0, 4.0, -1.0, 0.5, 9.0, 8.0]]).repeat(3, 1)
-    mask = np.packbits([0, 1, 1, 0, 0, 0, 0, 0, 0, 1], bitorder="little")
-    rows = [
-        SamplingRow(SamplingParameters.parse({"logprobs": 1}), 0, 0, mask=mask),
-        SamplingRow(SamplingParameters(), 0, 0),
-        SamplingRow(SamplingParameters.parse({"temperature": 100.0, "top_p": 0.9}), 0, 0, mask=mask & [255, 0]),
-    ]
-    raw = logits.log_softmax(-1)
-    (masked, report), *others = sample(logits, rows, Moment(logits.device)).tokens()
-    assert masked == 9 and others in ([(8, None), (1, None)], [(8, None), (2, None)])
-    assert report.logprob == pytest.approx(float(raw[0, 9]))  # the model's own, before anything was ruled out
-    assert report.top == ((8, pytest.approx(float(raw[0, 8]))),)
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
@@ -241,16 +213,6 @@ def hot_answers(model, sampling, count=4):
     found = ends(events)
     assert set(found.values()) <= {"stop", "length"}
     return [text_of(events, name) for name, reason in found.items() if reason == "stop"]
-
-
-def test_every_finished_answer_fits_its_schema(model):
-    """What each keyword allows is the library's affair."""
-    kinds = {"a": {"type": "integer"}, "é": {"enum": ["red", None]}}
-    schema = {"type": "object", "properties": kinds, "required": ["a"], "additionalProperties": False}
-    answers = [json.loads(text) for text in hot_answers(model, {"json_schema": schema})]
-    assert answers
-    for found in answers:
-        assert found.keys() <= kinds.keys() and type(found["a"]) is int and found.get("é") in ("red", None)
 
 
 @settings(max_examples=40)

@@ -45,8 +45,11 @@ def test_how_an_answer_ends(script, asked, text, reason, completion):
     assert events[-1].usage == (3, completion, 0) and tokens_of(events) == (list(script) * 2)[:completion]
 
 
-@pytest.mark.parametrize(("num_blocks", "room"), [(100, 200), (40, 160)])  # of context and cache the smaller counts
-def test_without_max_tokens_an_answer_is_as_long_as_fits(num_blocks, room):
+@pytest.mark.parametrize(
+    ("num_blocks", "room", "words"),
+    [(100, 200, "exceed the context of 200"), (40, 160, "can never fit the cache of 160")],
+)
+def test_without_max_tokens_an_answer_is_as_long_as_fits(num_blocks, room, words):
     engine, runner = make_engine(num_blocks=num_blocks, block_size=4, max_model_len=200)
     runner.script["r"] = list(b"abc")
     engine.submit(make_request([1, 2, 3]))
@@ -55,7 +58,7 @@ def test_without_max_tokens_an_answer_is_as_long_as_fits(num_blocks, room):
     assert text_of(events) == ("abc" * room)[: room - 3]
     assert make_request([1], min_tokens=9).sampling.min_tokens == 9  # no limit to exceed
     for sampling, prompt in (({}, room), ({"min_tokens": 9}, room - 8)):
-        with pytest.raises(InvalidRequest, match=f"{prompt} prompt tokens and [19] for the answer"):
+        with pytest.raises(InvalidRequest, match=f"{prompt} prompt tokens and [19] for the answer {words}"):
             engine.submit(make_request([1] * prompt, **sampling))
 
 
@@ -122,19 +125,17 @@ def test_a_deadline_ends_a_running_and_a_waiting_request_and_nobody_else(monkeyp
 
 def test_an_answer_without_text_ends_alone_and_silences_nobody(monkeypatch, caplog):
     engine, runner = make_engine()
-    runner.script["broken"] = runner.script["fine"] = list(b"ab")
+    runner.script |= {"broken": b"ax", "fine": b"ab"}
     for name in ("broken", "fine"):
         engine.submit(make_request([1], name, max_tokens=2, logprobs=0, ignore_eos=True))
     works = engine.answers._logprob
-    calls = []
 
-    def breaks_at_the_end(token, logprob):
-        calls.append(token)
-        if len(calls) == 3:  # the first request's last token
+    def breaks(token, logprob):
+        if token == ord("x"):
             raise ValueError("no text for this")
         return works(token, logprob)
 
-    monkeypatch.setattr(engine.answers, "_logprob", breaks_at_the_end)
+    monkeypatch.setattr(engine.answers, "_logprob", breaks)
     runner.report = Report(-0.5)
     assert ends(run(engine)) == {"broken": "error", "fine": "length"}
     assert "no text for this" in caplog.text

@@ -181,15 +181,6 @@ def test_parts_that_do_not_fit(changes, message):
         request(**changes).validate(VOCABULARY, 1)
 
 
-def test_requests_that_can_never_fit_are_refused_at_once():
-    engine, _ = make_engine(num_blocks=10, block_size=4, max_model_len=60)
-    engine.submit(make_request([1] * 30, max_tokens=10))
-    with pytest.raises(InvalidRequest, match="cache of 40"):
-        engine.submit(make_request([1] * 30, max_tokens=11))
-    with pytest.raises(InvalidRequest, match="context of 60"):
-        engine.submit(make_request([1] * 30, max_tokens=31))
-
-
 @pytest.mark.parametrize(
     "settings",
     [

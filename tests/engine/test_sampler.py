@@ -68,18 +68,6 @@ def sequences(generator, small):
     return made
 
 
-def step(histories, batch, logits):
-    """As ModelRunner.launch: the tokens stay unknown to the sequences."""
-    for sequence in batch:
-        sequence.in_flight += 1
-    rows = [SamplingRow.of(sequence) for sequence in batch]
-    penalties = histories.select(batch)
-    sampled = sample(logits.clone(), rows, Moment(logits.device), penalties)
-    if penalties is not None:
-        penalties.append(sampled.ids)
-    return [token for token, _ in sampled.tokens()]
-
-
 @pytest.mark.parametrize("everybody", [False, True])  # whether all rows ask for penalties
 def test_logits_of_every_token_are_the_processors(everybody):
     """Not only the likeliest; rows that ask for nothing stay as they are."""
@@ -99,9 +87,10 @@ def test_logits_of_every_token_are_the_processors(everybody):
 
 def test_the_smallest_penalty_makes_no_nan():
     sequence = Sequence(make_request([1], max_tokens=3, repetition_penalty=1e-300))
-    assert step(Histories(1, torch.device("cpu")), [sequence], torch.tensor([[0.5, 2.0]])) == [1]
-    sequence = Sequence(make_request([1], max_tokens=3, repetition_penalty=1e-300))
-    assert step(Histories(1, torch.device("cpu")), [sequence], torch.tensor([[-0.5, 0.0]])) == [1]
+    sequence.in_flight = 1
+    for logits in ([[0.5, 2.0]], [[-0.5, 0.0]]):
+        applied = Histories(1, torch.device("cpu")).select([sequence]).applied(torch.tensor(logits))
+        assert not applied.isnan().any() and applied.argmax() == 1
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 30])

@@ -75,48 +75,36 @@ WAYS = {  # four decode beside each other, then three: one of the static buffer'
 
 
 @pytest.fixture
-def prompt_steps(monkeypatch):
-    """How many steps ran as graphs of prompts."""
-    ran, run_graph = Counter(), PromptGraphs.run
-
-    def counting(self, packed, x):
-        ran["prompts"] += 1
-        # Whatever the step before left must not count.
-        self._x.fill_(torch.nan)
-        self._hidden.fill_(torch.nan)
-        return run_graph(self, packed, x)
-
-    monkeypatch.setattr(PromptGraphs, "run", counting)
-    return ran
-
-
-def counted(monkeypatch):
-    """Which graphs ran, by name."""
+def ran(monkeypatch):
+    """How often each kind of graph ran."""
     ran = Counter()
 
-    def counting(name):
-        original = getattr(DecodeGraphs, name)
+    def count(graphs, name):
+        run = getattr(graphs, name)
 
-        def run(self, packed):
+        def counting(self, *given):
             ran[name] += 1
-            return original(self, packed)
+            if name == "run":  # whatever the step before left must not count
+                self._x.fill_(torch.nan)
+                self._hidden.fill_(torch.nan)
+            return run(self, *given)
 
-        monkeypatch.setattr(DecodeGraphs, name, run)
+        monkeypatch.setattr(graphs, name, counting)
 
-    counting("greedy")
-    counting("hidden")
+    for graphs, name in ((DecodeGraphs, "greedy"), (DecodeGraphs, "hidden"), (PromptGraphs, "run")):
+        count(graphs, name)
     return ran
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_same_tokens(way, expected, prompt_steps, monkeypatch):
+def test_same_tokens(way, expected, ran, monkeypatch):
     stored, wanted = expected
     if DEVICE == "cpu" and stored == "fp8":  # the interpreter's cast to e4m3 loses carries
         monkeypatch.setattr(triton_backend, "rotate_and_store", reference.rotate_and_store)
-    ran, engine = counted(monkeypatch), make_engine(kv_cache_dtype=stored, **WAYS[way])
+    engine = make_engine(kv_cache_dtype=stored, **WAYS[way])
     assert answers(engine, requests()) == wanted
     assert (engine.metrics.graph_steps > 0) == bool({"graphs", "prompt_graphs"} & WAYS[way].keys())
-    assert (prompt_steps["prompts"] > 0) == ("prompt_graphs" in WAYS[way])
+    assert (ran["run"] > 0) == ("prompt_graphs" in WAYS[way])
     assert bool(ran["greedy"]) == ("graphs" in WAYS[way]) and not ran["hidden"]  # greedy steps run whole graphs alone
 
 
@@ -128,16 +116,15 @@ SAMPLED = {
 
 
 @pytest.mark.parametrize("asked", SAMPLED)
-def test_a_step_with_anything_but_greedy_choice_runs_its_layers_as_a_graph(asked, monkeypatch):
+def test_a_step_with_anything_but_greedy_choice_runs_its_layers_as_a_graph(asked, ran):
     sampling = dict(max_tokens=5, **SAMPLED[asked])
     plain = answers(make_engine(attention="sdpa", async_launch=False), requests(2, **sampling))
-    ran = counted(monkeypatch)
     engine = make_engine(graphs=(1, 2, 4))
     assert answers(engine, requests(2, **sampling)) == plain
     assert ran["hidden"] == engine.metrics.graph_steps > 0 and not ran["greedy"]
 
 
-def test_same_tokens_after_preemption(prompt_steps):
+def test_same_tokens_after_preemption(ran):
     """And under penalties on tokens that the host does not know yet."""
     block = 2 * BLOCK * 2 * 16 * 4
     made = requests(max_tokens=9, **PENALIZED)
@@ -145,7 +132,7 @@ def test_same_tokens_after_preemption(prompt_steps):
     expected = [plain_answer(runner, request) for request in made]
     engine = make_engine(graphs=(1, 2, 4), prompt_graphs=(16, 48, 128), kv_cache_bytes=16 * block, prefix_cache="off")
     assert answers(engine, made) == expected
-    assert engine.metrics.preemptions > 0 and prompt_steps["prompts"] > 0
+    assert engine.metrics.preemptions > 0 and ran["run"] > 0
 
 
 def test_sizes_of_graphs():

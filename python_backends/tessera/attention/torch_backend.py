@@ -45,7 +45,7 @@ class SdpaBackend(AttentionBackend):
         columns = (table.row, table.count, table.context, table.blocks)
         pieces = [self._piece(*line) for line in zip(*(column[singles:] for column in columns))]
         bias = self._bias(positions >= context)[:, None, None]
-        return _Plan(singles, self._tensor(slots.reshape(-1)), bias, pieces)
+        return _Plan(singles, to_device(slots.reshape(-1), self.storage.device), bias, pieces)
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -83,12 +83,10 @@ class SdpaBackend(AttentionBackend):
             return _Piece(rows, None, None)
         positions = np.arange(context)
         unseen = positions[None] > positions[-count:, None]
-        return _Piece(rows, self._tensor(slots_of(blocks, positions, self.storage.block_size)), self._bias(unseen))
+        slots = slots_of(blocks, positions, self.storage.block_size)
+        return _Piece(rows, to_device(slots, self.storage.device), self._bias(unseen))
 
     def _bias(self, unseen: np.ndarray) -> torch.Tensor:
         """0 where a query may look, -inf elsewhere, in the model's dtype."""
         bias = torch.zeros(unseen.shape, dtype=self.storage.dtype, device=self.storage.device)
-        return bias.masked_fill_(self._tensor(unseen), float("-inf"))
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return to_device(array, self.storage.device)
+        return bias.masked_fill_(to_device(unseen, bias.device), float("-inf"))
