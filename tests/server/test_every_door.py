@@ -127,7 +127,7 @@ def test_generate(server, model, door):
     both = {"text_input": TEXT, "sampling_parameters": '{"ignore_eos": true}', "parameters": {"max_tokens": 2}}
     assert answers(*post(url, both))[-1]["usage"][1] == 2
     for more, words in (
-        ({"max_token": 2}, "unknown key 'max_token'"),
+        ({"max_token": 2}, "unknown key 'max_token'; did you mean 'max_tokens'"),
         ({"parameters": {"repetition_penalty": 0.0}}, "repetition_penalty must be above 0"),
         ({"parameters": {"max_tokens": 3}, "max_tokens": 2}, "'max_tokens' is given twice: 3"),
     ):

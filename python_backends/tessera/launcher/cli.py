@@ -24,7 +24,6 @@ from tessera.launcher.health import health_port
 from tessera.launcher.options import ServerOptions, one_per_gpu
 from tessera.launcher.process import Server
 from tessera.launcher.settings import ServerSetup, regions
-from tessera.launcher.starting import Progress
 from tessera.launcher.supervisor import Fleet, Supervision
 from tessera.settings.gpu import DEFAULT_MODELS, check_gpus
 from tessera.settings.schema import QUANTIZATIONS
@@ -68,7 +67,7 @@ def serve_main(argv: Sequence[str] | None = None, gateway_options: GatewayOption
         gateway = None
         if with_gateway(flags.openai_port, options.only):
             gateway = Gateway(options.host, flags.openai_port, say, flags.gateway)
-        fleet = Fleet(one_per_gpu(options, gpus) if gpus else [options], supervision, say, gateway, Progress())
+        fleet = Fleet(one_per_gpu(options, gpus) if gpus else [options], supervision, say, gateway)
         _, scarce = regions(setup.processes, len(fleet.servers))
         if scarce:
             say(scarce, error=True)

@@ -187,7 +187,7 @@ class Supervisor:
 class Fleet:
     """Runs a server for each of ``options``, which are one or have names; ``say(message, error)`` gets its lines.
 
-    ``gateway``, if any, is started when all servers are ready for the first time; ``progress`` is shown until then.
+    ``gateway``, if any, is started when all servers are ready for the first time; a table of it is shown until then.
     """
 
     def __init__(
@@ -196,13 +196,12 @@ class Fleet:
         supervision: Supervision,
         say: Callable[[str, bool], None],
         gateway: Gateway | None = None,
-        progress: Progress | None = None,
     ):
         self.servers = [Server(each) for each in options]
         self.health_url = ""
         """Where the page is served."""
         self._supervision, self._say, self._gateway = supervision, say, gateway
-        self._progress = progress or Progress()
+        self._progress = Progress()
         self._supervisors = [self._supervisor(server) for server in self.servers]
         self._threads: list[threading.Thread] = []
         self._events: queue.SimpleQueue[tuple[Server, float | str | Exception]] = queue.SimpleQueue()
