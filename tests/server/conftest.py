@@ -35,7 +35,10 @@ def client(doors: dict[str, Client]) -> Client:
 
 @pytest.fixture(scope="session")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
-    """`tessera serve --default documents`; where one may mount, with Docker's default of /dev/shm."""
+    """`tessera serve --default documents`; where one may mount, with Docker's default of /dev/shm.
+
+    Its regions grow with the first page and stay so: test_full_shared_memory comes before test_readme.
+    """
     log = tmp_path_factory.mktemp("documents") / "log"
     through = memory_of("64m") if MAY_MOUNT else ()
     with Launched(REPOSITORY, log, "--default", "documents", through=through) as running:
