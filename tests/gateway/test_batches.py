@@ -299,7 +299,7 @@ class Half(Jobs):
         return super().check(key) and os.kill(os.getpid(), signal.SIGKILL)
 
 client.open_transport = lambda url, models: Killing()
-if kill_at == 1:
+if kill_at < 0:
     service.Jobs = Half
 sys.exit(gateway_main([*sys.argv[1:], "--workers", "1", "--batch-folder", folder, "--batch-concurrency", "8"]))
 """
@@ -315,7 +315,7 @@ def test_no_id_is_lost_or_answered_twice(tmp_path: Path, monkeypatch: pytest.Mon
     lines = [line(name) for name in names]
     lines[150] = "nonsense"
     # Of two on a folder the second goes on where the first is killed, within the checks; and a new one where both are.
-    with killed(1) as (first, address), killed(80) as (second, _), client_of(address) as client:
+    with killed(-1) as (first, address), killed(80) as (second, _), client_of(address) as client:
         batch = create(client, *lines)
         assert first.wait(60) == second.wait(60) == -signal.SIGKILL
     with killed(0) as (_, address), client_of(address) as client:
