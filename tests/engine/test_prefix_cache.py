@@ -113,7 +113,7 @@ def test_an_answer_longer_than_the_places_made_at_first_is_found_again(given):
     first = make_request(list(range(8)), "a", max_tokens=140, ignore_eos=True)
     turn = make_request([*range(8), *expected_answer(range(8), 140, ())], "b", max_tokens=4, ignore_eos=True)
     if given:
-        first, turn = (replace(each, positions=np.arange(len(each.input_ids))[None]) for each in (first, turn))
+        first, turn = (replace(each, positions=np.arange(len(each.input_ids))[None] + 5) for each in (first, turn))
     assert serve(engine, first, turn) == [0, 144]  # the last token was never computed
 
 
