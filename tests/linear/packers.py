@@ -157,7 +157,9 @@ def modelopt():
 
 
 def int4(**changes):
-    return {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32} | changes
+    # The observer says how the file was made, as all that are published say.
+    form = {"num_bits": 4, "type": "int", "symmetric": True, "observer": "minmax"}
+    return form | {"strategy": "group", "group_size": 32} | changes
 
 
 def float8(strategy, **changes):
