@@ -194,7 +194,8 @@ class Stage:
         self.engine, self._ended = engine, {}
         self._connection, theirs = Pipe()
         self._wire = messages.Wire(self._connection)
-        self._thread = threading.Thread(target=EngineServer(messages.Wire(theirs), engine, None).serve, daemon=True)
+        self.server = EngineServer(messages.Wire(theirs), engine, None)
+        self._thread = threading.Thread(target=self.server.serve, daemon=True)
         self._thread.start()
 
     def ask(self, **sampling):
@@ -258,6 +259,7 @@ def test_stopping_ends_what_runs_and_refuses_more(stage):
     number = stage.ask(max_tokens=50)
     assert stepping.wait(PATIENCE_S)
     stage.stop()
+    wait_until(lambda: stage.server._stopping)
     go_on.set()
     assert stage.end(number).reason == "error"
     stage.join()
