@@ -19,7 +19,7 @@ test: $(VENV)/.tensorrt
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # the kills, the disconnects and the bad input alone
 test-faults: $(VENV)/.ready

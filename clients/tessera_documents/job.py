@@ -21,7 +21,7 @@ from tessera_documents.edges import clear_of_letters
 from tessera_documents.results import OutputFolder, PageFiles
 from tessera_documents.sources import BadDocument, Document, PageRanges, Source, digest, find, open_document
 from tessera_documents.vlm_client import TesseraVlmClient, known_page, mineru_client
-from tessera_jobs.asker import Asker, Away, described, for_each, run_job
+from tessera_jobs.asker import Asker, ServersUnavailable, described, for_each, run_job
 from tessera_wire.errors import InvalidRequest
 
 REQUESTS_PER_PAGE = 4  # that are under way, over a page's life: its layout alone, then a dozen crops at once
@@ -190,7 +190,7 @@ class Job:
                 layout = await self._reader.aio_layout_detect(image, self.priority, self._slots)
                 await asyncio.to_thread(clear_of_letters, image, layout)
                 blocks = await self._reader.aio_extract_with_layout(image, layout, self.priority, self._slots)
-        except Away:
+        except ServersUnavailable:
             raise
         except Exception as error:  # the server's refusal, or a fault of MinerU's on odd answers
             await self._end(files, page, str(error) or type(error).__name__)

@@ -42,7 +42,7 @@ def declared_size(headers: Mapping[str, str]) -> int:
 
 
 def too_large(path: str, size: int, settings: Settings) -> ApiError | None:
-    """The refusal of a body of so many bytes, if that is more than ``path`` takes."""
+    """The refusal of a body of that size, if that is more than ``path`` takes."""
     mib, option = settings.max_body_mib, "--max-body-mib"
     if path == FILES:
         mib, option = settings.max_file_mib, "--max-file-mib"

@@ -48,7 +48,7 @@ Call = Callable[[AsyncClient], Awaitable[Answer]]
 """One attempt at a row, by this client; called again for each."""
 
 
-class Away(Exception):
+class ServersUnavailable(Exception):
     """The job cannot go on: no server came back in time, or one came back with another model. ``error`` says it."""
 
     def __init__(self, error: TesseraClientError) -> None:
@@ -57,10 +57,10 @@ class Away(Exception):
 
 
 def run_job(job: Coroutine[Any, Any, T]) -> T:
-    """What comes of a job's coroutine. Raises the error of Away in its place."""
+    """What comes of a job's coroutine. Raises the error of ServersUnavailable in its place."""
     try:
         return asyncio.run(job)
-    except Away as away:
+    except ServersUnavailable as away:
         raise away.error from away
 
 
@@ -143,7 +143,7 @@ class Asker:
             raise OtherModel(f"{words} asking ({described(self._served)})", "give it servers of one model")
 
     async def ask(self, call: Call) -> Answer:
-        """The answer. Raises the row's own error, or Away."""
+        """The answer. Raises the row's own error, or ServersUnavailable."""
         began, went_away = time.monotonic(), 0
         for attempt in count(1):
             try:
@@ -157,7 +157,7 @@ class Asker:
                 elif isinstance(error, (Unavailable, ConnectionFailed)):
                     delay = BUSY.delay(min(attempt, BUSY.attempts - 1), error)
                     if delay is None or time.monotonic() - began > self._busy:
-                        raise Away(error) from error
+                        raise ServersUnavailable(error) from error
                     await asyncio.sleep(delay)
                 elif isinstance(error, InvalidRequest) or attempt >= TRIES:
                     raise
@@ -192,7 +192,7 @@ class Asker:
                 elif not isinstance(last, (Unavailable, ConnectionFailed)):
                     raise last
                 elif time.monotonic() - began > self._busy:
-                    raise Away(last) from last
+                    raise ServersUnavailable(last) from last
                 else:
                     await asyncio.sleep(PAUSE_S)
         raise ServerError(
@@ -206,7 +206,7 @@ class Asker:
             if self._one_model:
                 await self._check_model(answer.server)
         except OtherModel as error:
-            raise Away(error) from error
+            raise ServersUnavailable(error) from error
         except TesseraClientError:
             self._known.clear()  # any server may have started again, and with another model
             raise
@@ -217,7 +217,10 @@ class Asker:
         return answer
 
     async def _went_away(self, error: TesseraClientError) -> bool:
-        """Returns when a server is in order; whether the row's own, or each, was not at first. Raises Away."""
+        """Returns when a server is in order; whether the row's own, or each, was not at first.
+
+        Raises ServersUnavailable.
+        """
         own = error.server
         if own is not None and await self._in_order(own):
             return False
@@ -240,7 +243,10 @@ class Asker:
         return True
 
     async def _wait_for_server(self, error: TesseraClientError) -> tuple[str, bool]:
-        """The address of a server, when there is one in order, and whether there was none at first. Raises Away."""
+        """The address of a server, when there is one in order, and whether there was none at first.
+
+        Raises ServersUnavailable.
+        """
         started, away = time.monotonic(), False
         while True:
             try:
@@ -248,7 +254,7 @@ class Asker:
             except TesseraClientError as met:
                 away = True
                 if time.monotonic() - started > self._patience:
-                    raise Away(met) from error
+                    raise ServersUnavailable(met) from error
             await asyncio.sleep(PAUSE_S)
 
     async def _look(self, client: AsyncClient) -> Answer:

@@ -19,7 +19,7 @@ import torch
 from tessera.attention.backend import AttentionStep, KvStorage, SpanTable, create_backend
 from tessera.checkpoint.config import BodyNames, CheckpointConfig
 from tessera.checkpoint.weights import SafetensorsFolder, fill, split_names
-from tessera.kernels.operands import Unfinished
+from tessera.kernels.operands import DeferredProduct
 from tessera.linear.scheme import Linear
 from tessera.linear.unquantized import Unquantized
 from tessera.models.registry import model_class
@@ -35,10 +35,10 @@ class Watched(Unquantized):
     see: Callable[[torch.Tensor], None] | None = None
     fp8 = False
 
-    def apply_unfinished(self, layer: Linear, x: Any) -> torch.Tensor | Unfinished:
+    def apply_deferred(self, layer: Linear, x: Any) -> torch.Tensor | DeferredProduct:
         if self.see is not None:
             self.see(x)
-        return super().apply_unfinished(layer, rounded_rows(x) if self.fp8 else x)
+        return super().apply_deferred(layer, rounded_rows(x) if self.fp8 else x)
 
 
 def _watched(modules: Collection[str]) -> Watched:

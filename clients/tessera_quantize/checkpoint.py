@@ -74,7 +74,7 @@ def _is_linear(name: str, tensor: torch.Tensor) -> bool:
 
 
 def _module_name(config: CheckpointConfig, stored: str) -> str:
-    """What the checkpoint's own code calls a module, and with it whoever reads ``quantization_config``."""
+    """What the checkpoint's own code calls a module, and with it all readers of ``quantization_config``."""
     for pattern, begin in config.module_names:
         if match := re.match(pattern, stored):
             return begin + stored[match.end() :]

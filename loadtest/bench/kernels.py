@@ -45,7 +45,7 @@ from tessera.kernels.norm import add_rms_norm
 from tessera.kernels.operands import PagedCache, finished
 from tessera.kernels.paged_decode import choose_splits, decode_attention
 from tessera.kernels.rotary import rotate_and_store
-from tessera.kernels.skinny_linear import skinny_fp8, skinny_gate_up, skinny_unfinished
+from tessera.kernels.skinny_linear import skinny_deferred, skinny_fp8, skinny_gate_up
 from tessera.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
 from tessera.kernels.w4_layout import PackedW4
 from tessera.kernels.w4a16 import w4a16_gate_up, w4a16_linear
@@ -216,7 +216,7 @@ def skinny() -> Iterator[Case]:
 
 
 def _skinny_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return finished(skinny_unfinished(x, weight))
+    return finished(skinny_deferred(x, weight))
 
 
 def w4a16() -> Iterator[Case]:

@@ -21,7 +21,7 @@ from tessera_client.transports import pool
 from tessera_client.transports.base import Deliver, Sent
 from tessera_client.transports.pool import PooledTransport
 from tessera_jobs import asker
-from tessera_jobs.asker import ALONE, SUSPECT, Asker, Away
+from tessera_jobs.asker import ALONE, SUSPECT, Asker, ServersUnavailable
 from tessera_wire.errors import TesseraClientError
 
 
@@ -89,7 +89,7 @@ def ask(transport: Any, questions: Sequence[str], patience: float = 60.0, at_a_t
 async def text_or_error(asking: Coroutine[Any, Any, Answer]) -> Any:
     try:
         return (await asking).text
-    except (TesseraClientError, Away) as error:
+    except (TesseraClientError, ServersUnavailable) as error:
         return error
 
 
@@ -126,9 +126,9 @@ def test_a_row_that_only_was_there_each_time_is_answered_alone() -> None:
 
 def test_patience_ends() -> None:
     (error,) = ask(FakeTransport([[GONE]] * 9), ["a"], patience=0)
-    assert isinstance(error, Away) and error.error is GONE
+    assert isinstance(error, ServersUnavailable) and error.error is GONE
     busy = FakeTransport([[Unavailable("busy")], [final()]])
-    assert isinstance(ask(busy, ["a"], patience=0)[0], Away)
+    assert isinstance(ask(busy, ["a"], patience=0)[0], ServersUnavailable)
 
 
 def test_servers_that_are_away_already_are_not_laid_to_a_rows_account(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from engine_fakes import TextEngine, make_request, run, tiny_config, tiny_engine
 
 from tessera.kernels import reference
 from tessera.kernels.fp8_rows import Fp8Rows, quantize_rows, quantize_weight
-from tessera.kernels.operands import Unfinished
+from tessera.kernels.operands import DeferredProduct
 from tessera.linear.formats.fp8 import Fp8, Fp8OnLoad
 from tessera.linear.quantization import scheme_selector
 from tessera.linear.scheme import Linear
@@ -27,9 +27,9 @@ class FakeQuantized(Unquantized):
         values, scales = quantize_weight(layer.weight)
         layer.weight = values.float() * scales[:, None]
 
-    def apply_unfinished(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Unfinished:
+    def apply_deferred(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | DeferredProduct:
         assert isinstance(x, torch.Tensor)
-        return super().apply_unfinished(layer, quantize_rows(x).dequantized())
+        return super().apply_deferred(layer, quantize_rows(x).dequantized())
 
 
 def linears(model: Qwen2) -> list[Linear]:

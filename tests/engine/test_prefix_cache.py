@@ -83,7 +83,7 @@ def test_cancel_in_the_middle_of_a_prompt_leaves_nothing_to_reuse():
 
 
 def test_forged_digests_reach_nobody_else_s_blocks():
-    """Whoever calls the stage itself may send any digest: text, another picture's halves, or its place swapped."""
+    """Who calls the stage itself may send any digest: text, another picture's halves, or its place swapped."""
     engine, _ = make_engine()
     cached = serve(
         engine, picture_prompt(7, "victim"), make_request(list(range(20)), "text", max_tokens=4, ignore_eos=True)

@@ -159,7 +159,7 @@ def test_pictures_in_a_row_do_not_mix_while_the_gpu_is_busy(ways, decoder) -> No
         alone.append(decoder.pixels(line)[0].clone())
         torch.cuda.synchronize()
     work = torch.randn(8192, 8192, device="cuda")
-    for _ in range(20):  # whoever reads the pixels waits behind this
+    for _ in range(20):  # what reads the pixels waits behind this
         work = work @ work
     together = [decoder.pixels(line)[0] for line in lines]
     for one, other in zip(alone, together):

@@ -7,7 +7,7 @@ import torch
 from vision.tiny_qwen2_vl_tower import config_of, groups, model_of, picture, save, wires
 
 from tessera.checkpoint.config import CheckpointConfig
-from tessera.kernels.attention_plan import query_tiles
+from tessera.kernels.operands import query_tiles
 from tessera.kernels.tower_attention import attend_within, attention_by, triton_configs
 from tessera.kernels.tower_layers import varlen_backends
 from tessera.settings.stages import VisionSettings

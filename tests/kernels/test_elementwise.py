@@ -66,7 +66,7 @@ def fp8_equal(
 
 
 def products(kind, dtype, device, generator, m, n):
-    """A product three times, for who overwrites it, and itself; of all kinds but the plain ones it is unfinished."""
+    """A product three times, for who overwrites it, and itself; of all kinds but the plain ones it is deferred."""
     normal = partial(torch.randn, device=device, generator=generator)
     if kind in PLAIN:
         product = (3 * normal((m, n))).to(dtype)
@@ -84,10 +84,10 @@ def products(kind, dtype, device, generator, m, n):
 
 
 PLAIN = ("plain", "no residual")
-UNFINISHED = ("sums", "sums and bias", "parts", "parts and bias")
+DEFERRED = ("sums", "sums and bias", "parts", "parts and bias")
 
 
-@pytest.mark.parametrize("kind", UNFINISHED)
+@pytest.mark.parametrize("kind", DEFERRED)
 @pytest.mark.parametrize(("m", "n"), [(1, 16), (3, 1030)])
 def test_an_unfinished_product_is_finished(dtype, device, generator, kind, m, n):
     (given, again, _), product = products(kind, dtype, device, generator, m, n)
@@ -111,7 +111,7 @@ def test_quantize_rows(fp8_equal, dtype, device, generator, n, size, static):
 @pytest.mark.parametrize(
     ("kind", "n", "size"),
     [*((kind, *shape) for kind in PLAIN for shape in ((1, 16), (3, 3584), (2, 8192), (0, 16)))]
-    + [(kind, 3, 100) for kind in UNFINISHED],
+    + [(kind, 3, 100) for kind in DEFERRED],
 )
 def test_add_rms_norm(fp8_equal, dtype, device, generator, kind, n, size):
     """Quantized it is what it would have returned."""
@@ -174,7 +174,7 @@ def angles(device, generator, n, size):
     return found.cos(), found.sin()
 
 
-@pytest.mark.parametrize("kind", ["plain", *UNFINISHED])
+@pytest.mark.parametrize("kind", ["plain", *DEFERRED])
 @pytest.mark.parametrize(("n", "heads", "kv_heads", "size"), [(1, 28, 4, 128), (4, 2, 2, 80), (3, 7, 3, 64)])
 def test_rotate_and_store(dtype, device, generator, n, heads, kv_heads, size, kind):
     given, product = products(kind, dtype, device, generator, n, (heads + 2 * kv_heads) * size)

@@ -18,9 +18,9 @@ from tessera.kernels.skinny_linear import (
     plan_skinny,
     plan_skinny_fp8,
     plan_skinny_gate_up,
+    skinny_deferred,
     skinny_fp8,
     skinny_gate_up,
-    skinny_unfinished,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -48,7 +48,7 @@ class Halves:
         self.x, self.weight = operands(half, device, generator, m, n, k)
 
     def run(self, bias, plan=None, rows=slice(None)):
-        return finished(skinny_unfinished(self.x[rows], self.weight, bias, plan))
+        return finished(skinny_deferred(self.x[rows], self.weight, bias, plan))
 
     def expected(self, bias):
         product = self.x.float() @ self.weight.float().T
@@ -157,7 +157,7 @@ def test_gate_up(half, device, generator, m, size, plan):
     ],
 )
 def test_refuses_operands(x, weight, message):
-    for product in (skinny_unfinished, skinny_gate_up):
+    for product in (skinny_deferred, skinny_gate_up):
         with pytest.raises(ValueError, match=message):
             product(x, weight)
 

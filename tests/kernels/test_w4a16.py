@@ -100,7 +100,7 @@ class TestProducts:
         plan = W4Plan(block_n, programs, warps, stages=2)
         expected = w4a16_linear(x, weights, bias, plan)
         close(expected, reference.w4a16_linear(x, weights, bias))
-        for _ in range(4):  # each leaves the counters as it found them, whoever arrives last
+        for _ in range(4):  # each leaves the counters as it found them, whichever arrives last
             assert not weights.arrivals.any()
             assert torch.equal(w4a16_linear(x, weights, bias, plan), expected)
 

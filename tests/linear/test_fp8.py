@@ -70,9 +70,9 @@ def test_every_product_computes_the_same(units, bias, product):
     assert layer.wants_fp8_input(7) and layer(x[:0]).shape == (0, 96)
     rows = quantize_rows(x)
     torch.testing.assert_close(layer(rows), expected)
-    unfinished = layer.unfinished(rows)
-    assert isinstance(unfinished, Fp8Sums) == (product == "rescaled")
-    torch.testing.assert_close(unfinished.product() if product == "rescaled" else unfinished, expected)
+    deferred = layer.deferred(rows)
+    assert isinstance(deferred, Fp8Sums) == (product == "rescaled")
+    torch.testing.assert_close(deferred.product() if product == "rescaled" else deferred, expected)
     gated = F.silu(expected[:, :48]) * expected[:, 48:]
     for given in (x, rows):
         torch.testing.assert_close(layer.gated(given), gated, rtol=1e-5, atol=1e-4)

@@ -77,9 +77,9 @@ def test_every_way_computes_the_product(scattered, bias, way):
     layer.scheme.ways = ((8, way),)
     exact = F.linear(rows_of(5), weight, added)
     close = (1e-4, 1e-4) if way in (W4A16, DEQUANTIZED) else (0.1, 0.5)  # e4m3 twice
-    unfinished = layer.unfinished(rows_of(5))
-    assert isinstance(unfinished, Fp8Sums) == (way == "rescaled")  # the copy's scales may be left to the norm
-    for product in (layer(rows_of(5)), finished(unfinished)):
+    deferred = layer.deferred(rows_of(5))
+    assert isinstance(deferred, Fp8Sums) == (way == "rescaled")  # the copy's scales may be left to the norm
+    for product in (layer(rows_of(5)), finished(deferred)):
         torch.testing.assert_close(product, exact, rtol=close[0], atol=close[1])
     gate, up = exact.chunk(2, dim=1)
     torch.testing.assert_close(layer.gated(rows_of(5)), F.silu(gate) * up, rtol=close[0], atol=4 * close[1])

@@ -33,7 +33,7 @@ def ran(monkeypatch):
     def named(name):
         return lambda *given: (calls.append(name), getattr(reference, name)(*given))[1]
 
-    names = ("skinny_unfinished", "skinny_gate_up", "gate_up_silu")
+    names = ("skinny_deferred", "skinny_gate_up", "gate_up_silu")
     kernels = SimpleNamespace(**vars(reference) | {name: named(name) for name in names})
     monkeypatch.setattr(unquantized, "layer_kernels", lambda device: kernels)
     return calls

@@ -40,8 +40,8 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 from vision.tiny_qwen2_vl_tower import PATCH, config_of
 
 from tessera.kernels import tower_layers
-from tessera.kernels.attention_plan import AttentionPlan
 from tessera.kernels.fp8_rows import E4M3, Fp8Rows
+from tessera.kernels.operands import AttentionPlan
 from tessera.kernels.tower_attention import attend_in_triton
 from tessera.models.qwen2_vl.config import PixelRange
 from tessera.models.registry import read_config

@@ -70,3 +70,4 @@ def page(chromium: Any, address: str) -> Iterator[Browser]:
     browser.open()
     yield browser
     assert browser.complaints() == [], "the browser's console has errors"
+    chromium.get("about:blank")  # a page asks its gateway again and again, also one that is gone

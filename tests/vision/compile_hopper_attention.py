@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tessera.kernels.attention_plan import HopperPlan
 from tessera.kernels.hopper_attention import _hopper_attention, swizzled
+from tessera.kernels.operands import HopperPlan
 from tessera.kernels.varlen_attention import parts_of
 
 SHARED_MEMORY = 227 * 1024

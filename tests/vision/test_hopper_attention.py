@@ -14,7 +14,7 @@ from vision.gluon_fakes import load_without_gpu
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
 from tessera.kernels import hopper_attention as compiled
-from tessera.kernels.attention_plan import HopperPlan, query_tiles
+from tessera.kernels.operands import HopperPlan, query_tiles
 from tessera.kernels.tower_attention import attend_within
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_qwen2_vl_tower import config_of, groups, picture, wires
 
-from tessera.kernels.attention_plan import AttentionPlan
+from tessera.kernels.operands import AttentionPlan
 from tessera.kernels.tower_layers import PLAIN
 from tessera.kernels.tuning import MeasuredChoices
 from tessera.models.tower import load_tower

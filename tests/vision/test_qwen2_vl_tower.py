@@ -72,7 +72,7 @@ def item(*pixels: np.ndarray) -> VisionItem:
 
 
 def test_forwards_are_filled_across_requests_by_patches(model, tmp_path):
-    """A batch of 1 is 1936 patches, whoever's; a larger picture, which the checkpoint allows, has a forward alone."""
+    """A batch of 1 is 1936 patches; a larger picture, which the checkpoint allows, has a forward alone."""
     save(model, tmp_path)
     config_of(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(f'{{"max_pixels": {500 * 28**2}}}')

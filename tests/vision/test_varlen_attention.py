@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tessera.kernels.attention_plan import AttentionPlan
+from tessera.kernels.operands import AttentionPlan
 from tessera.kernels.tower_attention import attend_in_triton, attend_within
 from tessera.kernels.tower_layers import PLAIN, gpu_kernels, varlen_backends
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
-from tessera.kernels.rotary import turn_heads
+from tessera.kernels.rotary import apply_rotary
 from tessera.kernels.varlen_attention import parts_of
 
 HAS_GPU = torch.cuda.is_available()
@@ -77,10 +77,10 @@ def test_heads_are_turned_in_place(dtype, heads, size):
     qkv = heads_of(5, heads, size, dtype)
     angles = torch.rand(5, size // 2, generator=torch.Generator().manual_seed(1)).to(DEVICE) * 50
     turns = torch.stack((angles.cos(), angles.sin()))
-    expected = torch.stack(PLAIN.layers.turn_heads(qkv, turns), dim=1)
+    expected = torch.stack(PLAIN.layers.apply_rotary(qkv, turns), dim=1)
     assert torch.equal(expected[:, 2], qkv[:, 2]) and not torch.equal(expected, qkv)
     given = qkv.clone()
-    rows = gpu_kernels().layers.turn_heads(given, turns)
+    rows = gpu_kernels().layers.apply_rotary(given, turns)
     # A fused multiplication and addition may round once where the twin rounds twice.
     step = max(torch.finfo(dtype).eps, 1e-6)
     torch.testing.assert_close(torch.stack(rows, dim=1), expected, rtol=step, atol=2 * step)
@@ -89,8 +89,8 @@ def test_heads_are_turned_in_place(dtype, heads, size):
 
 @pytest.mark.parametrize("turns", [torch.zeros(2, 4, 8), torch.zeros(2, 8, 5).mT], ids=["others", "strided"])
 def test_turns_of_other_patches_are_refused(turns):
-    with pytest.raises(ValueError, match="turn_heads: contiguous"):
-        turn_heads(heads_of(5, 2, 16), turns.to(DEVICE))
+    with pytest.raises(ValueError, match="apply_rotary: contiguous"):
+        apply_rotary(heads_of(5, 2, 16), turns.to(DEVICE))
 
 
 def test_ways_for_pictures_of_one_size_are_more():

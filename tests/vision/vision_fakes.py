@@ -109,7 +109,7 @@ def tiles_of(rows):
 
 
 def encoder(batch=4, cache=0, runner=None, **more):
-    """``cache``: for so many tiles' rows."""
+    """``cache``: for that many tiles' rows."""
     kept = EmbeddingCache(cache * BYTES, 2, torch.float32)
     return VisionEncoder(runner or TileRunner(), TileFamily(), batch, kept, **more)
 

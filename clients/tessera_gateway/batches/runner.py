@@ -28,7 +28,7 @@ from tessera_gateway.protocol import ChatRequest, parse
 from tessera_gateway.request import all_of
 from tessera_gateway.settings import Settings
 from tessera_gateway.tools import names
-from tessera_jobs.asker import Asker, Away, end, for_each
+from tessera_jobs.asker import Asker, ServersUnavailable, end, for_each
 
 PRIORITY = 10  # behind all that does not say; a request of its own higher number goes later yet
 BUSY_S = 600.0  # that servers in order may refuse a request before it is an error
@@ -129,7 +129,7 @@ class Runner:
             return 200, await self._completed(parse(parse(line, Line, "the line").body, ChatRequest), name)
         except (ApiError, TesseraClientError) as error:
             refusal = from_wire(error)
-        except Away as away:
+        except ServersUnavailable as away:
             refusal = from_wire(away.error)
         except Exception:  # a line that brings the gateway's code down must not do so for ever
             refusal = fault(name)

@@ -17,7 +17,7 @@ import torch
 
 from tessera.errors import ConfigError
 from tessera.kernels.fp8_rows import E4M3, quantize_rows
-from tessera.kernels.operands import PagedCache, Unfinished, finished
+from tessera.kernels.operands import DeferredProduct, PagedCache, finished
 
 
 class KvStorage:
@@ -166,7 +166,7 @@ class AttentionBackend(ABC):
         the storage gives it back.
         """
 
-    def attend(self, layer: int, qkv: torch.Tensor | Unfinished, step: AttentionStep) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor | DeferredProduct, step: AttentionStep) -> torch.Tensor:
         """qkv [n, (heads + 2 * kv_heads) * head_dim] -> [n or m, heads * head_dim]."""
         qkv = finished(qkv)
         heads, kv_heads = self.shape.heads, self.shape.kv_heads

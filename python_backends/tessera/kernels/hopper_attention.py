@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tessera.kernels.attention_plan import HopperPlan
+from tessera.kernels.operands import HopperPlan
 from tessera.kernels.varlen_attention import checked_parts
 
 

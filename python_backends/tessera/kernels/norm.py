@@ -17,27 +17,31 @@ from torch import nn
 from tessera.kernels import reference
 from tessera.kernels.fp8 import early_launch, store_row, wait_for_previous
 from tessera.kernels.fp8_rows import Fp8Rows, empty_like, rows_or_tensor
-from tessera.kernels.operands import Partials, Unfinished
+from tessera.kernels.operands import DeferredProduct, Partials
 
 MAX_SIZE = 8192
 
 
 def add_rms_norm(
-    x: torch.Tensor | Unfinished, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, fp8: bool = False
+    x: torch.Tensor | DeferredProduct,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    fp8: bool = False,
 ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
     """x and residual [n, size], weight [size], all contiguous, of one dtype -> (normalised [n, size], residual).
 
     ``residual += x`` happens in place and is rounded to the dtype, as ``residual.add_(x)``; without a residual, x is
     the one returned. Statistics are float32; the normalised value is rounded to the dtype before it meets the weight.
     ``fp8``: the normalised rows leave quantized, as by :func:`tessera.kernels.fp8_rows.quantize_rows` after the
-    rounding. An unfinished product is finished and rounded first. ValueError for a size over 8192, tensors that are not
-    contiguous, or an unfinished product without a residual, as the sum would have no place.
+    rounding. A deferred product is finished and rounded first. ValueError for a size over 8192, tensors that are not
+    contiguous, or a deferred product without a residual, as the sum would have no place.
     """
     x_scales = scales = bias = None
     parts = 0
     if not isinstance(x, torch.Tensor):
         if residual is None:
-            raise ValueError("add_rms_norm: an unfinished product without a residual")
+            raise ValueError("add_rms_norm: a deferred product without a residual")
         if isinstance(x, Partials):
             bias, x = x.bias, x.parts
             parts = len(x)

@@ -9,9 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tessera.kernels.attention_plan import AttentionPlan
 from tessera.kernels.fp8 import early_launch, wait_for_previous
-from tessera.kernels.operands import PagedCache
+from tessera.kernels.operands import AttentionPlan, PagedCache
 
 MAX_SPLITS = 32
 _TOKENS_A_SPLIT = 128

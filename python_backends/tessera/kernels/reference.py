@@ -7,12 +7,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from tessera.kernels.fp8_rows import Fp8Rows, fp8_linear, quantize_rows, rescale
-from tessera.kernels.operands import PagedCache, Partials, Unfinished, finished
+from tessera.kernels.operands import DeferredProduct, PagedCache, Partials, finished
 from tessera.kernels.w4_layout import PackedW4, unpack
 
 
 def add_rms_norm(
-    x: torch.Tensor | Unfinished, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, fp8: bool = False
+    x: torch.Tensor | DeferredProduct,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    fp8: bool = False,
 ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
     """x, residual [n, size], weight [size] -> (normalised, residual); residual is changed in place, None means x.
 
@@ -49,7 +53,7 @@ def silu_and_multiply(
 
 
 def rotate_and_store(
-    qkv: torch.Tensor | Unfinished,
+    qkv: torch.Tensor | DeferredProduct,
     cos: torch.Tensor,
     sin: torch.Tensor,
     slots: torch.Tensor,
@@ -58,7 +62,7 @@ def rotate_and_store(
 ) -> torch.Tensor:
     """Rotates q and k inside qkv [n, (heads + 2 * kv_heads) * d], stores k and v at slots int64 [n] unless negative.
 
-    cos, sin float32 [n, d / 2]. An unfinished product is finished first. Returns qkv.
+    cos, sin float32 [n, d / 2]. A deferred product is finished first. Returns qkv.
     """
     qkv = finished(qkv)
     kv_heads, size = cache.keys.shape[2:]
@@ -81,7 +85,7 @@ def rotate_and_store(
     return qkv
 
 
-def turn_heads(qkv: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def apply_rotary(qkv: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """qkv [patches, 3, heads, size] of any floating dtype -> query, key and value [patches, heads, size], pair i (i and
     size / 2 + i) of the first two turned by the angle whose cosine and sine are turns[:, patch, i], in float32.
     """
@@ -99,7 +103,7 @@ def add_and_norm(
     return norm(x), x
 
 
-def skinny_unfinished(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Partials:
+def skinny_deferred(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Partials:
     """x [m, k], weight [n, k], bias [n] -> [m, n] in two halves of k, still to be added."""
     x_halves, weight_halves = x.float().chunk(2, dim=1), weight.float().chunk(2, dim=1)
     return Partials(torch.stack([F.linear(*halves) for halves in zip(x_halves, weight_halves)]), bias, x.dtype)

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from tessera.kernels.fp8 import early_launch, inverse_of, scale_of, wait_for_previous
-from tessera.kernels.operands import PagedCache, Partials, Unfinished
+from tessera.kernels.operands import DeferredProduct, PagedCache, Partials
 
 
 def rotate_and_store(
-    qkv: torch.Tensor | Unfinished,
+    qkv: torch.Tensor | DeferredProduct,
     cos: torch.Tensor,
     sin: torch.Tensor,
     slots: torch.Tensor,
@@ -29,7 +29,7 @@ def rotate_and_store(
     :func:`tessera.kernels.fp8_rows.quantize_rows` does for a head. All are contiguous, else ValueError, as for a qkv of
     another width. The rotation is float32 and rounded once.
 
-    An unfinished product is finished and rounded first, an FP8 product's sums in their own memory.
+    A deferred product is finished and rounded first, an FP8 product's sums in their own memory.
     """
     x_scales = scales = bias = None
     if isinstance(qkv, Partials):
@@ -129,27 +129,27 @@ def _scale_of_heads(first, second):
 _MAX_PAIRS = 16384  # of a patch
 
 
-def turn_heads(qkv: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def apply_rotary(qkv: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """qkv [patches, 3, heads, size], contiguous, of any floating dtype -> its queries, keys and values, the first two
-    turned in place as by :func:`tessera.kernels.reference.turn_heads`; turns float32 [2, patches, size / 2].
+    turned in place as by :func:`tessera.kernels.reference.apply_rotary`; turns float32 [2, patches, size / 2].
 
     ValueError for other shapes, or over 16384 pairs a patch.
     """
     patches, parts, heads, size = qkv.shape
     if not (qkv.is_contiguous() and turns.is_contiguous()) or turns.shape != (2, patches, size // 2) or parts != 3:
-        raise ValueError(f"turn_heads: contiguous qkv and turns of one number of patches, not {[*qkv.shape]}")
+        raise ValueError(f"apply_rotary: contiguous qkv and turns of one number of patches, not {[*qkv.shape]}")
     pairs, half = triton.next_power_of_2(2 * heads), triton.next_power_of_2(size // 2)
     if pairs * half > _MAX_PAIRS:
-        raise ValueError(f"turn_heads: at most {_MAX_PAIRS} pairs a patch, not {pairs} x {half}")
+        raise ValueError(f"apply_rotary: at most {_MAX_PAIRS} pairs a patch, not {pairs} x {half}")
     if patches:
         # 16 pairs a thread: two loads of 16 bytes of either half in flight.
         warps = min(max(pairs * half // 512, 1), 16)
-        _turn_heads[(patches,)](qkv, turns, patches, heads, size // 2, HEADS=pairs, HALF=half, num_warps=warps)
+        _apply_rotary[(patches,)](qkv, turns, patches, heads, size // 2, HEADS=pairs, HALF=half, num_warps=warps)
     return qkv[:, 0], qkv[:, 1], qkv[:, 2]
 
 
 @triton.jit(do_not_specialize=["patches"])
-def _turn_heads(qkv, turns, patches, heads, half: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
+def _apply_rotary(qkv, turns, patches, heads, half: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
     """One program a patch; its queries' heads and its keys' lie beside each other."""
     patch = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]

@@ -110,7 +110,7 @@ def _block_k(block_n: int, rows: int, k: int) -> int:
     return block_k
 
 
-def skinny_unfinished(
+def skinny_deferred(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, plan: SkinnyPlan | None = None
 ) -> torch.Tensor | Partials:
     """x [m, k], weight [n, k], bias [n], contiguous, bfloat16 or float16 -> x W^T + b [m, n]; sums in float32.
@@ -129,7 +129,7 @@ def skinny_gate_up(x: torch.Tensor, weight: torch.Tensor, plan: SkinnyPlan | Non
     """x [m, k], weight [2 * size, k] with the gate's rows first -> silu(gate) * up [m, size].
 
     As a product followed by silu_and_multiply, with the same roundings, in one launch. ``plan`` replaces
-    :func:`plan_skinny_gate_up`'s choice and must not split. ValueError as by :func:`skinny_unfinished`.
+    :func:`plan_skinny_gate_up`'s choice and must not split. ValueError as by :func:`skinny_deferred`.
     """
     (m, k), size = _check(x, weight), len(weight) // 2
     plan = plan or plan_skinny_gate_up(m, size, k, multiprocessors(x.device))

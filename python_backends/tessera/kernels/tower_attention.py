@@ -15,8 +15,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from tessera.kernels.attention_plan import AttentionPlan, HopperPlan, query_tiles
 from tessera.kernels.fp8_rows import Fp8Rows
+from tessera.kernels.operands import AttentionPlan, HopperPlan, query_tiles
 from tessera.kernels.transfer import to_device
 
 # The kernels that torch has for GPUs, without the one that writes all scores to memory.

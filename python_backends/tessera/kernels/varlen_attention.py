@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tessera.kernels.attention_plan import AttentionPlan
+from tessera.kernels.operands import AttentionPlan
 
 _LEAST = 16  # values of a matrix unit's products
 #: those that were the fastest on an H200 for some lengths
@@ -44,7 +44,7 @@ def varlen_attention(
     """query, key, value [patches, heads, size] of one floating dtype, a patch's heads beside each other, patches any
     multiple of 16 bytes apart -> [patches, heads * size], contiguous; every patch sees those of its own picture.
 
-    ``tiles``: int32 [t, 3] on the device, :func:`tessera.kernels.attention_plan.query_tiles` of the pictures'
+    ``tiles``: int32 [t, 3] on the device, :func:`tessera.kernels.operands.query_tiles` of the pictures'
     lengths and the plan's rows; a tile whose first patch is its picture's end does nothing, and rows of no tile are
     left as the memory was. The scale is 1/sqrt(size).
     What other pictures hold, not-a-numbers too, changes no row of a picture of at least ``plan.tokens`` patches; a

@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tessera.kernels.attention_plan import AttentionPlan
-from tessera.kernels.operands import PagedCache
+from tessera.kernels.operands import AttentionPlan, PagedCache
 from tessera.kernels.paged_decode import cache_arguments, load_tile, weigh
 
 

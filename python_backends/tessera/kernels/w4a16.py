@@ -11,7 +11,7 @@ multiply the last; and the fetches run on from tile to tile. The next kernel's p
 have become free, and fetch their first weights before this kernel has ended (programmatic dependent launch).
 
 Programs share the work evenly, whatever the number of tiles (stream-K). Those that share a tile's k leave float32
-partials; the one that arrives last adds them all in the order of k, whoever it is, so that equal inputs give equal
+partials; the one that arrives last adds them all in the order of k, whichever that is, so that equal inputs give equal
 outputs.
 
 For a product of many rows the weights are widened, by a kernel in plain Triton.

@@ -19,7 +19,7 @@ from torch import nn
 from tessera.checkpoint.weights import Target, TensorError, plain
 from tessera.errors import CheckpointError
 from tessera.kernels.fp8_rows import MULTIPLE, Fp8Rows, Fp8Sums, fp8_linear, fp8_sums, quantize_rows
-from tessera.kernels.operands import FP8_K_MULTIPLE, FP8_MAX_ROWS, Unfinished
+from tessera.kernels.operands import FP8_K_MULTIPLE, FP8_MAX_ROWS, DeferredProduct
 from tessera.kernels.tuning import layer_kernels
 
 #: ways to multiply rows in e4m3 by weights in e4m3
@@ -121,7 +121,7 @@ class LinearScheme(ABC):
     def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """x [n, in_features] -> [n, out_features]. Only a scheme that ``wants_fp8_input`` is given Fp8Rows."""
 
-    def apply_unfinished(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Unfinished:
+    def apply_deferred(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | DeferredProduct:
         """As ``apply``; the end of the product may be left to what comes next."""
         return self._sums(layer, x) if self._can_wait(layer, x) else self.apply(layer, x)
 
@@ -220,9 +220,9 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         return self.scheme.apply(self, x)
 
-    def unfinished(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Unfinished:
+    def deferred(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | DeferredProduct:
         """The outputs for who can finish them."""
-        return self.scheme.apply_unfinished(self, x)
+        return self.scheme.apply_deferred(self, x)
 
     def gated(self, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
         """Of a layer whose halves are gate and up: silu(gate) * up [n, out_features / 2]."""

@@ -138,9 +138,9 @@ class InPlace:
         if self._place == "gate_up":
             return layer.gated(x, fp8)
         if self._place in ("output", "down"):
-            return self._norm(layer.unfinished(x), self._residual)
+            return self._norm(layer.deferred(x), self._residual)
         if self._place == "qkv":
-            return self._rotate(layer.unfinished(x))
+            return self._rotate(layer.deferred(x))
         return layer(x)
 
     def _before(self, fp8: bool) -> torch.Tensor | Fp8Rows:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tessera.kernels.fp8_rows import Fp8Rows
-from tessera.kernels.operands import GATE_UP_MULTIPLE, K_MULTIPLE, MAX_ROWS, Unfinished, finished
+from tessera.kernels.operands import GATE_UP_MULTIPLE, K_MULTIPLE, MAX_ROWS, DeferredProduct, finished
 from tessera.kernels.tuning import layer_kernels
 from tessera.linear.scheme import Linear, LinearScheme, LinearShape, plain_of, rows_of
 
@@ -47,13 +47,13 @@ class Unquantized(LinearScheme):
         return str(layer.dtype).removeprefix("torch.")
 
     def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
-        return finished(self.apply_unfinished(layer, x))
+        return finished(self.apply_deferred(layer, x))
 
-    def apply_unfinished(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Unfinished:
+    def apply_deferred(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | DeferredProduct:
         assert isinstance(x, torch.Tensor)
         weight, bias = layer.get_buffer("weight"), layer.bias
         if self.way(layer, len(x)) == FEW_ROWS:
-            return layer_kernels(x.device.type).skinny_unfinished(x, weight, bias)
+            return layer_kernels(x.device.type).skinny_deferred(x, weight, bias)
         return F.linear(x, weight, bias)
 
     def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
@@ -94,7 +94,7 @@ class RmsNorm(nn.Module):
         self._add_and_normalise = layer_kernels(device.type).add_rms_norm
 
     def forward(
-        self, x: torch.Tensor | Unfinished, residual: torch.Tensor | None, fp8: bool = False
+        self, x: torch.Tensor | DeferredProduct, residual: torch.Tensor | None, fp8: bool = False
     ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
         """x [n, size] and residual [n, size] or None -> (normalised sum, sum); residual may be overwritten.
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from tessera.checkpoint.weights import TensorError
 from tessera.kernels.fp8_rows import E4M3, Fp8Rows, quantize_rows, quantize_weight
-from tessera.kernels.operands import Unfinished
+from tessera.kernels.operands import DeferredProduct
 from tessera.linear.scheme import (
     Linear,
     LinearScheme,
@@ -108,8 +108,8 @@ class Fp8(LinearScheme):
             return self._apply_dequantized(layer, x)
         return self.multiply(layer, x, self.way(layer, rows_of(x)))
 
-    def apply_unfinished(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | Unfinished:
-        return self.apply(layer, x) if layer.scales is None else super().apply_unfinished(layer, x)
+    def apply_deferred(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | DeferredProduct:
+        return self.apply(layer, x) if layer.scales is None else super().apply_deferred(layer, x)
 
     def quantized(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> Fp8Rows:
         return x if isinstance(x, Fp8Rows) else quantize_rows(x.contiguous(), layer.input_scale)

@@ -23,9 +23,9 @@ from torch import nn
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.weights import Target, copy_whole
-from tessera.kernels.attention_plan import AttentionPlan, HopperPlan, query_tiles
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.graphs import GraphPool
+from tessera.kernels.operands import AttentionPlan, HopperPlan, query_tiles
 from tessera.kernels.tower_attention import Attend, VarlenAttention, attend_in_triton, attention_by, triton_configs
 from tessera.kernels.tower_layers import PLAIN, Fp8Linear, TowerKernels, gpu_kernels, varlen_backends
 from tessera.kernels.transfer import to_device
@@ -56,7 +56,7 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """x [patches, hidden] -> the same; ``turns`` as :meth:`Qwen2ViT.turns` gives them."""
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
-        return self.output(attend(*kernels.layers.turn_heads(qkv, turns)))
+        return self.output(attend(*kernels.layers.apply_rotary(qkv, turns)))
 
 
 class Merger(MLP):

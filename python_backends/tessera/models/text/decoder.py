@@ -17,7 +17,7 @@ from torch import nn
 
 from tessera.attention.backend import AttentionBackend, AttentionStep, HeadShape
 from tessera.checkpoint.weights import Target, copy_whole
-from tessera.kernels.operands import Unfinished, finished
+from tessera.kernels.operands import DeferredProduct, finished
 from tessera.kernels.tuning import layer_kernels
 from tessera.linear.scheme import Linear, Place, Rows, SchemeSelector, stacked
 from tessera.linear.unquantized import Embedding, RmsNorm
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _HEAD_MULTIPLE = 16
 
-#: x and residual [n, hidden] between two layers; x may be unfinished; no residual yet: None
-Stream = tuple["torch.Tensor | Unfinished", "torch.Tensor | None"]
+#: x and residual [n, hidden] between two layers; x may be deferred; no residual yet: None
+Stream = tuple["torch.Tensor | DeferredProduct", "torch.Tensor | None"]
 
 
 class DecoderLayer(nn.Module):
@@ -65,24 +65,22 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor | Unfinished,
+        x: torch.Tensor | DeferredProduct,
         residual: torch.Tensor | None,
         attention: AttentionBackend,
         step: AttentionStep,
-    ) -> tuple[torch.Tensor | Unfinished, torch.Tensor]:
-        """x and residual [n, hidden] -> the same behind this layer; x may be unfinished."""
+    ) -> tuple[torch.Tensor | DeferredProduct, torch.Tensor]:
+        """x and residual [n, hidden] -> the same behind this layer; x may be deferred."""
         rows = len(x) if isinstance(x, torch.Tensor) else x.rows
         normal, residual = self.input_norm(x, residual, self.qkv.wants_fp8_input(rows))
-        attended = attention.attend(self.index, self.heads(self.qkv.unfinished(normal)), step)
+        attended = attention.attend(self.index, self.heads(self.qkv.deferred(normal)), step)
         if step.rows is not None:
             residual = residual[step.rows]
         rows = len(residual)
-        normal, residual = self.post_norm(
-            self.output.unfinished(attended), residual, self.gate_up.wants_fp8_input(rows)
-        )
-        return self.down.unfinished(self.gate_up.gated(normal, self.down.wants_fp8_input(rows))), residual
+        normal, residual = self.post_norm(self.output.deferred(attended), residual, self.gate_up.wants_fp8_input(rows))
+        return self.down.deferred(self.gate_up.gated(normal, self.down.wants_fp8_input(rows))), residual
 
-    def heads(self, qkv: torch.Tensor | Unfinished) -> torch.Tensor | Unfinished:
+    def heads(self, qkv: torch.Tensor | DeferredProduct) -> torch.Tensor | DeferredProduct:
         """What becomes of q, k and v [n, (heads + 2 * kv_heads) * head_dim] before their rotation: here nothing."""
         return qkv
 
@@ -211,7 +209,7 @@ class Qwen3Layer(DecoderLayer):
         self.k_norm = RmsNorm(config.head_dim, config.rms_norm_eps, dtype, device)
         self._kv_heads, self._eps = config.num_key_value_heads, config.rms_norm_eps
 
-    def heads(self, qkv: torch.Tensor | Unfinished) -> torch.Tensor:
+    def heads(self, qkv: torch.Tensor | DeferredProduct) -> torch.Tensor:
         """Normalises the heads of q and k in ``qkv`` itself."""
         qkv = finished(qkv)
         weights = self.q_norm.get_buffer("weight"), self.k_norm.get_buffer("weight")
