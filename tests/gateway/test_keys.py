@@ -152,7 +152,7 @@ async def test_who_has_much_less_at_the_servers_passes_what_a_flood_has_there() 
     assert await turns.take({KEY: A}, 5, 1) == 4 and await turns.take({KEY: A}, 5, 1) == 5
 
 
-@pytest.mark.parametrize(("share", "most"), [(1.0, 96), (3.0, 144)])
+@pytest.mark.parametrize(("share", "most"), [(1.0, 64), (3.0, 96)])
 async def test_a_flood_leaves_places_free_while_another_key_asks(
     monkeypatch: pytest.MonkeyPatch, share: float, most: int
 ) -> None:
