@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from baseline import decisions
+import decisions
 
 
 def test_the_first_steps_of_each_mix_are_decided_as_before():
     stored = json.loads(decisions.STORED.read_text())
     found = decisions.decided(quick=True)
-    again = "python tests/baseline/decisions.py --write takes today's decisions, where that is what was wanted"
+    again = "python tests/engine/decisions.py --write takes today's decisions, where that is what was wanted"
     assert found.keys() <= stored.keys() and found == {name: stored[name] for name in found}, again

@@ -1,9 +1,9 @@
 """What the scheduler decides in 200,000 simulated steps of fixed traffic, as digests: equal as long as no rule changes.
 
-    python tests/baseline/decisions.py              # all steps against decisions.json, three minutes on one core
-    python tests/baseline/decisions.py --quick      # the first thousand of each mix alone
-    python tests/baseline/decisions.py --write      # takes today's decisions as the baseline
-    python tests/baseline/decisions.py --print [--quick]
+    python tests/engine/decisions.py              # all steps against decisions.json, three minutes on one core
+    python tests/engine/decisions.py --quick      # the first thousand of each mix alone
+    python tests/engine/decisions.py --write      # takes today's decisions as the baseline
+    python tests/engine/decisions.py --print [--quick]
 
 The clock is simulated and a step costs what its tokens do: no torch, no time, whole numbers at random, nothing that
 differs between machines. A digest covers each step's spans in their order, which step is awaited before the next is
