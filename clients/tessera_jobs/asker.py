@@ -14,11 +14,12 @@ again is asked again which it has.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tessera_client.aio import AsyncClient
 from tessera_client.messages import Answer, ServedModel
@@ -64,6 +65,16 @@ def run_job(job: Coroutine[Any, Any, T]) -> T:
         raise away.error from away
 
 
+class Outage(NamedTuple):
+    """When a server was first found away and when it was in order again, in the order of events."""
+
+    began: int
+    ended: float = math.inf
+
+
+NEVER = Outage(0, 0)
+
+
 class OtherModel(InvalidRequest):
     """A server has another model than the job's others."""
 
@@ -87,8 +98,11 @@ class Asker:
         self._served: ServedModel | None = None
         self._known: dict[str, asyncio.Task[None]] = {}
         """Servers that have this model, or are asked."""
-        self._waiting: asyncio.Task[tuple[str, bool]] | None = None
+        self._waiting: asyncio.Task[str] | None = None
         self._looking: dict[str, asyncio.Task[bool]] = {}
+        self._events = count(1)
+        self._outages: dict[str, Outage] = {}
+        """The last of each server that had one."""
         self._under_way = 0
         self._idle = asyncio.Event()  # nothing is under way
         self._alone = asyncio.Lock()
@@ -136,6 +150,9 @@ class Asker:
         except (InvalidRequest, ProtocolError) as error:
             words = f"{server} does not say which model it serves: {error.message}"
             raise ProtocolError(words, "start it with this client's version of Tessera") from error
+        except TesseraClientError as error:
+            error.server = server
+            raise
         if self._served is None:
             self._served = served
         elif served != self._served:
@@ -146,11 +163,15 @@ class Asker:
         """The answer. Raises the row's own error, or ServersUnavailable."""
         began, went_away = time.monotonic(), 0
         for attempt in count(1):
+            if self._alone.locked():
+                async with self._alone:
+                    pass
+            sent = next(self._events)
             try:
                 return await self._ask_beside_others(call)
             except TesseraClientError as error:
                 last = error
-                if await self._went_away(error):
+                if await self._went_away(error, sent):
                     began, went_away = time.monotonic(), went_away + 1
                     if went_away == SUSPECT:
                         break
@@ -164,9 +185,6 @@ class Asker:
         return await self._ask_alone(call, last)
 
     async def _ask_beside_others(self, call: Call) -> Answer:
-        if self._alone.locked():
-            async with self._alone:
-                pass
         self._under_way += 1
         self._idle.clear()
         try:
@@ -182,7 +200,7 @@ class Asker:
                 await self._idle.wait()
             began, went_away = time.monotonic(), 0
             while went_away < ALONE:
-                server, _ = await self._wait_for_server(last)
+                server = await self._wait_for_server(last)
                 try:
                     return await self._whole(call(self._client.only(server)))
                 except TesseraClientError as error:
@@ -203,6 +221,7 @@ class Asker:
     async def _whole(self, attempt: Awaitable[Answer]) -> Answer:
         try:
             answer = await attempt
+            self._answered(answer.server)
             if self._one_model:
                 await self._check_model(answer.server)
         except OtherModel as error:
@@ -216,21 +235,28 @@ class Asker:
             raise Cancelled("the server cancelled the request")
         return answer
 
-    async def _went_away(self, error: TesseraClientError) -> bool:
-        """Returns when a server is in order; whether the row's own, or each, was not at first.
+    async def _went_away(self, error: TesseraClientError, sent: int) -> bool:
+        """Returns when a server is in order; whether the row's went away under it.
 
         Raises ServersUnavailable.
         """
-        own = error.server
-        if own is not None and await self._in_order(own):
+        if error.server is not None:
+            await self._in_order(error.server)
+        outage = self._outages.get(error.server or "", NEVER)
+        if sent > outage.ended:  # it was in order all the while
             return False
         if self._waiting is None or self._waiting.done():
             self._waiting = asyncio.ensure_future(self._wait_for_server(error))
-        _, waited = await asyncio.shield(self._waiting)
-        return waited or own is not None
+        await asyncio.shield(self._waiting)
+        # One that was away already gets no row for a while, unless what it says is another error.
+        return sent < outage.began or not isinstance(error, (Unavailable, ConnectionFailed))
 
     async def _in_order(self, server: str) -> bool:
+        """By a look that began after this was called, which several rows share."""
         looking = self._looking.get(server)
+        if looking is not None and not looking.done():
+            await asyncio.shield(looking)
+            looking = self._looking[server]
         if looking is None or looking.done():
             looking = self._looking[server] = asyncio.ensure_future(self._answers(server))
         return await asyncio.shield(looking)
@@ -242,23 +268,33 @@ class Asker:
             return False
         return True
 
-    async def _wait_for_server(self, error: TesseraClientError) -> tuple[str, bool]:
-        """The address of a server, when there is one in order, and whether there was none at first.
-
-        Raises ServersUnavailable.
-        """
-        started, away = time.monotonic(), False
+    async def _wait_for_server(self, error: TesseraClientError) -> str:
+        """The address of a server, when there is one in order. Raises ServersUnavailable."""
+        started = time.monotonic()
         while True:
             try:
-                return (await self._look(self._looks)).server, away
+                return (await self._look(self._looks)).server
             except TesseraClientError as met:
-                away = True
                 if time.monotonic() - started > self._patience:
                     raise ServersUnavailable(met) from error
             await asyncio.sleep(PAUSE_S)
 
     async def _look(self, client: AsyncClient) -> Answer:
-        return await client.ask(None, "Hello", max_tokens=1)
+        try:
+            answer = await client.ask(None, "Hello", max_tokens=1)
+        except TesseraClientError as error:
+            if error.server is not None and not self._is_away(error.server):
+                self._outages[error.server] = Outage(next(self._events))
+            raise
+        self._answered(answer.server)
+        return answer
+
+    def _is_away(self, server: str) -> bool:
+        return self._outages.get(server, NEVER).ended == math.inf
+
+    def _answered(self, server: str) -> None:
+        if self._is_away(server):
+            self._outages[server] = self._outages[server]._replace(ended=next(self._events))
 
 
 def described(served: ServedModel) -> str:

@@ -26,7 +26,7 @@ class TesseraClientError(Exception):
 
     ``message`` is the fault in the server's (or the transport's) words, ``remedy`` a sentence on what to do or an
     empty string, ``code`` the status name the server gave (``"UNAVAILABLE"``, ...) or an empty string.
-    ``server`` is the address of the server that was asked, where it had been in order until then.
+    ``server`` is the address of the server that was asked, where one was.
     """
 
     server: str | None = None

@@ -108,12 +108,11 @@ class PooledTransport:
         server = self._pool.pick(self._server)
         if self._stays:
             self._server = server
-        in_order = self._pool.in_order(server)
         under_way = [server]  # popped by the first to end it: its last item or a stop
 
         def end(error: BaseException | None = None) -> None:
             if isinstance(error, TesseraClientError):
-                error.server = self.addresses[server] if in_order else None
+                error.server = self.addresses[server]
             with suppress(IndexError):
                 self._pool.end(under_way.pop(), error)
 
