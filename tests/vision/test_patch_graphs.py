@@ -11,7 +11,7 @@ from tiny_qwen2_vl_tower import config_of, groups, picture, wires
 
 from tessera.kernels.operands import AttentionPlan
 from tessera.kernels.tower_layers import PLAIN
-from tessera.kernels.tuning import MeasuredChoices
+from tessera.kernels.tuning import MeasuredChoices, kernels_version
 from tessera.models.tower import load_tower
 from tessera.settings.stages import VisionSettings
 from tessera.vision import torch_runner
@@ -100,7 +100,7 @@ def test_attention_is_chosen_for_pictures_of_one_size_and_for_others(tower, tmp_
     kernels = forward.keywords["kernels"]
     equal, mixed = choices.asked
     for question in (equal, mixed):
-        for named in ("240 patches", "2 heads of 80", "torch.bfloat16", "some card"):
+        for named in ("240 patches", "2 heads of 80", "torch.bfloat16", "some card", f"kernels {kernels_version()}"):
             assert named in question
     assert {"cudnn", "flash"} <= set(choices.asked[equal]) and "cudnn" not in choices.asked[mixed]
     built = []

@@ -5,6 +5,7 @@ Which implementation the layers use: the triton kernels on a GPU, their twins in
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -14,8 +15,12 @@ from importlib import import_module
 from pathlib import Path
 from statistics import median
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from tessera.settings.user_cache import cache_folder, write_whole
+
+if TYPE_CHECKING:
+    import torch
 
 _LOG = logging.getLogger(__name__)
 
@@ -67,6 +72,21 @@ class MeasuredChoices:
 def choices_path() -> Path:
     """Where this user's choices are kept."""
     return cache_folder() / "choices.json"
+
+
+def machine_of(device: torch.device) -> str:
+    """What every question's answer depends on: the GPU, torch, and our code."""
+    import torch
+
+    return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, kernels {kernels_version()}"
+
+
+@cache
+def kernels_version() -> str:
+    """Eight digits that change with the text of our kernels, and of how they are measured."""
+    package = Path(__file__).parents[1]
+    files = [file for folder in ("kernels", "linear", "models") for file in sorted(package.glob(f"{folder}/**/*.py"))]
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4).hexdigest()
 
 
 def graph_milliseconds(way: Callable[[], object]) -> float:

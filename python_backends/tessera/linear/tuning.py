@@ -8,20 +8,17 @@ product's scales.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from tessera import kernels
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.operands import PagedCache
-from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_milliseconds, layer_kernels
+from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_milliseconds, layer_kernels, machine_of
 from tessera.linear.scheme import Linear, LinearShape, Place, Ways
 from tessera.linear.unquantized import RmsNorm
 
@@ -62,15 +59,8 @@ def tune(places: Mapping[Linear, Place], device: torch.device, most_rows: int) -
     ``most_rows``: of a step. The cache has left the memory of such a step free, and no layer takes more by itself.
     """
     choices = MeasuredChoices(choices_path(), graph_milliseconds)
-    machine = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, kernels {kernels_version()}"
     for shape, layers in layers_alike(places):
-        choose(layers, replace(shape, most_rows=most_rows), choices, machine)
-
-
-def kernels_version() -> str:
-    """Eight digits that change with the text of our kernels, and of how they are measured."""
-    files = [*sorted(Path(str(kernels.__file__)).parent.glob("*.py")), *sorted(Path(__file__).parent.glob("*.py"))]
-    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4).hexdigest()
+        choose(layers, replace(shape, most_rows=most_rows), choices, machine_of(device))
 
 
 def layers_alike(places: Mapping[Linear, Place]) -> list[tuple[LinearShape, list[Linear]]]:

@@ -29,7 +29,7 @@ from tessera.kernels.tower_layers import (
     TowerKernels,
     gpu_kernels,
 )
-from tessera.kernels.tuning import MeasuredChoices
+from tessera.kernels.tuning import MeasuredChoices, machine_of
 from tessera.models.internvl.config import VisionConfig
 from tessera.models.tower import MLP, Forward, Tower, TowerLayer, fold_normalisation
 
@@ -229,7 +229,7 @@ class InternViT(Tower):
             return partial(self, kernels=gpu_kernels())
         attention, mlp = layer.attention, layer.mlp
         tokens, width, heads = self.position_embedding.shape[1], weight.shape[-1], attention.heads
-        machine = f"{torch.cuda.get_device_name(weight.device)}, torch {torch.__version__}"
+        machine = machine_of(weight.device)
         x = torch.randn(cost, tokens, width, dtype=weight.dtype, device=weight.device)
         query, key, value = attention.qkv(x).unflatten(-1, (3, heads, width // heads)).unbind(2)
         fp8 = isinstance(attention.output, Fp8Linear)

@@ -29,7 +29,7 @@ from tessera.kernels.operands import AttentionPlan, HopperPlan, query_tiles
 from tessera.kernels.tower_attention import Attend, VarlenAttention, attend_in_triton, attention_by, triton_configs
 from tessera.kernels.tower_layers import PLAIN, Fp8Linear, TowerKernels, gpu_kernels, varlen_backends
 from tessera.kernels.transfer import to_device
-from tessera.kernels.tuning import MeasuredChoices
+from tessera.kernels.tuning import MeasuredChoices, machine_of
 from tessera.models.tower import MLP, Forward, Tower, TowerLayer, Wires, fold_normalisation
 
 _EPS = 1e-6  # of every norm
@@ -135,8 +135,7 @@ class Qwen2ViT(Tower):
             query, key, value = qkv[: sum(lengths)].unbind(1)
             return choices.fastest(
                 f"vision attention within {kind} pictures, {len(lengths)} of {len(query)} patches, {heads} heads of "
-                f"{self.head_size}, {weight.dtype}, {torch.cuda.get_device_name(weight.device)}, torch "
-                f"{torch.__version__}",
+                f"{self.head_size}, {weight.dtype}, {machine_of(weight.device)}",
                 {name: _call(way, lengths, query, key, value) for name, way in ways.items()},
             )
 
