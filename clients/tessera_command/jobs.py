@@ -45,6 +45,8 @@ def add_parse(commands: Any) -> None:
     add("--dpi", type=positive, default=200, metavar="N", help="at which a PDF's pages are drawn (%(default)s)")
     longest = "longest answer to a layout or a crop, in tokens (as many as fit)"
     add("--max-tokens", type=positive, metavar="N", help=longest)
+    figures = "ask about figures and charts too, which MinerU2.5-Pro describes and reads"
+    add("--image-analysis", action="store_true", help=figures)
     changed = "read pages again that another model has read"
     _job_options(add, "seconds to wait for servers (%(default)g)", changed)
 
@@ -128,7 +130,7 @@ def _parse(options: argparse.Namespace) -> int:
         say(str(error))
         return 1
     quiet()
-    how = _of(options, "dpi", "concurrency", "priority", "pages", "password", "force", "patience")
+    how = _of(options, "dpi", "concurrency", "priority", "pages", "password", "image_analysis", "force", "patience")
     asked = TesseraVlmClient(options.url, timeout=options.timeout, max_tokens=options.max_tokens)
     with asked as vlm, progress("parsing") as advance:
         job = Job(options.file, options.output, vlm, **how, notice=say, progress=advance)

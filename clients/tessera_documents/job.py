@@ -53,12 +53,12 @@ class _Threads(ThreadPoolExecutor):
 class Job:
     """One run over ``paths`` into ``out``.
 
-    vlm: asked for layouts and crops. dpi: dots per inch at which a PDF's pages are rendered. concurrency: requests at a
-    time; a quarter as many pages are in memory. priority: of all requests; lower ones are served first. pages: which of
-    each document's are read, as :class:`PageRanges` has it; None: all. password: of the PDFs that want one. force:
-    reads pages again that another model has read. patience: seconds to wait for a server at the start. notice: called
-    with what the user should know at once. progress: called with the number of pages that are over, of pages in all,
-    and how fast they are made.
+    vlm: asked for layouts and crops. dpi: dots per inch at which a PDF's pages are rendered. concurrency: requests
+    at a time; a quarter as many pages are in memory. priority: of all requests; lower ones are served first. pages:
+    which of each document's are read, as :class:`PageRanges` has it; None: all. password: of the PDFs that want
+    one. image_analysis: asks about figures and charts too. force: reads pages again that another model has read.
+    patience: seconds to wait for a server at the start. notice: called with what the user should know at once.
+    progress: called with the number of pages that are over, of pages in all, and how fast they are made.
     """
 
     paths: Sequence[Path]
@@ -69,6 +69,7 @@ class Job:
     priority: int
     pages: str | None
     password: str | None
+    image_analysis: bool
     force: bool
     patience: float
     notice: Callable[[str], None]
@@ -98,7 +99,7 @@ class Job:
         handler = logger.add(_note, level="WARNING", filter=lambda record: "warnings" in record["extra"])
         try:
             with _Threads() as threads, ThreadPoolExecutor(1, "tessera-pages") as self._opener:
-                self._reader = mineru_client(self.vlm, executor=threads)
+                self._reader = mineru_client(self.vlm, executor=threads, image_analysis=self.image_analysis)
                 self._slots = asyncio.Semaphore(self.concurrency)
                 models: Counter[str | None] = Counter()
                 openable = [source for source in self._sources if await self._look(source, models)]
@@ -135,6 +136,7 @@ class Job:
     def _files(self, source: Source) -> PageFiles:
         """Raises OSError and BadDocument."""
         made_from = {"digest": digest(source.path), "dpi": self.dpi, "max_tokens": self.vlm.max_tokens}
+        made_from |= {"image_analysis": True} if self.image_analysis else {}  # which earlier versions do not state
         return PageFiles(source.path, self.out / source.folder, made_from, self._served.checkpoint)
 
     def _hold_against(self, models: Counter[str | None]) -> None:

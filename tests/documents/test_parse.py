@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from clients.fake_transport import final
 from documents.document_reader import (
     BOXES,
     FIRST,
@@ -41,6 +42,8 @@ Capture = pytest.CaptureFixture[str]
 SESAME = "7dbf9a376888d97b264056a076cee57ec5a7fa2ffb912e294838736834433068"
 LOCK = f"/ID [<0000><0000>] /Encrypt << /Filter /Standard /V 1 /R 2 /P -4 /O <{'00' * 32}> /U <{SESAME}> >> /Root"
 """In a PDF's trailer, where it stands for /Root: the standard handler's oldest revision, and the password "sesame"."""
+
+SEEN = "<|caption_start|>sales<|caption_end|><|content_start|>| year | sold |\n|---|---|\n| 2024 | 7 |<|content_end|>"
 
 
 def answers(bars: Sequence[str]) -> list[str]:
@@ -201,6 +204,26 @@ def test_what_mineru_warns_of_stands_in_the_page_and_figures_are_linked(
     assert parse(DocumentReader(LAYOUT.replace("text", "image")), tmp_path / "a.png", "--dpi", "51") == 0
     assert "![image](page-0001-2.jpg)" in (folder / "document.md").read_text()
     assert seen((folder / "page-0001-2.jpg").read_bytes()) == "green"
+
+
+def test_figures_are_asked_about_where_that_is_wanted(parse: Any, tmp_path: Path) -> None:
+    """By MinerU2.5-Pro's prompt, whose answer names what it saw: a chart's data stand beside its picture."""
+
+    class Seeing(DocumentReader):
+        def answer_to(self, request: Request) -> Sequence[Any]:
+            if "Image Analysis:" not in (request.messages or ""):
+                return super().answer_to(request)
+            return [final("<|class_start|>chart<|class_end|><|sub_class_start|>bar<|sub_class_end|>" + SEEN)]
+
+    picture(FIRST).save(tmp_path / "a.png")
+    reader, folder = Seeing(LAYOUT.replace("text", "image")), tmp_path / "out" / "a.png"
+    assert parse(reader, tmp_path / "a.png") == 0 and reader.layouts_and_crops == "Lcc"
+    assert "made_from" in page_of(folder / "page-0001.json") and "2024" not in (folder / "document.md").read_text()
+    for asked in ("LccLccc", "LccLccc"):  # other results, once
+        assert parse(reader, tmp_path / "a.png", "--image-analysis") == 0 and reader.layouts_and_crops == asked
+    block = page_of(folder / "page-0001.json")["blocks"][1]
+    assert (block["type"], block["sub_type"]) == ("chart", "bar") and "2024" in block["content"]
+    assert f"![chart](page-0001-2.jpg)\n\n{block['content']}" in (folder / "document.md").read_text()
 
 
 def test_options_reach_every_request(parse: Any, tmp_path: Path) -> None:

@@ -84,6 +84,14 @@ def write_internvl(folder: Path, shape: Shape = SHAPES["qwen2"], prefix: str = "
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+def write_qianfan(folder: Path) -> Any:
+    from transformers import AutoModelForImageTextToText
+
+    native = hf_native(folder / "native", Shape(text="qwen3", head_dim=32))
+    tiny_checkpoints.as_qianfan(native, folder, tiny_checkpoints.QIANFAN_TEMPLATE)
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 def write_qwen2_vl(folder: Path, tied: bool = False, flat: bool = False) -> Any:
     model = tiny_qwen2_vl.write_model(folder, tied=tied, min_pixels=LEAST, max_pixels=MOST)
     if flat:
@@ -152,6 +160,7 @@ CASES = {
     "internvl, final norm, names of transformers 4.52": Case(
         partial(write_internvl, shape=FINAL_NORM, prefix="model."), TILES, tiles
     ),
+    "qianfan_ocr": Case(write_qianfan, TILES, tiles),
     **{
         f"qwen2_vl, {'tied' if tied else 'untied'}, {'flat' if flat else 'nested'}": Case(
             partial(write_qwen2_vl, tied=tied, flat=flat),
@@ -163,7 +172,11 @@ CASES = {
         for tied, flat in ((False, False), (True, True))
     },
 }
-FAMILIES: dict[str, Callable[[Path], Any]] = {"internvl": write_internvl, "qwen2_vl": write_qwen2_vl}
+FAMILIES: dict[str, Callable[[Path], Any]] = {
+    "internvl": write_internvl,
+    "qianfan_ocr": write_qianfan,
+    "qwen2_vl": write_qwen2_vl,
+}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -174,11 +187,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def is_internvl(folder: Path) -> bool:
-    return read_config(folder).model_type == "internvl"
+    """Whether its pictures are tiles."""
+    return read_config(folder).model_type in ("internvl", "qianfan_ocr")
 
 
 @pytest.fixture(scope="module")
 def both(folder: Path) -> tuple[Preprocessor, Reference]:
+    if read_config(folder).model_type == "qianfan_ocr":
+        return Preprocessor.from_checkpoint(folder), internvl_reference(tiny_checkpoints.qianfan_processor(folder))
     if is_internvl(folder):
         return Preprocessor.from_checkpoint(DEFAULT), internvl_reference(load_processor(DEFAULT))
     return Preprocessor.from_checkpoint(folder), qwen2_vl_reference(folder)

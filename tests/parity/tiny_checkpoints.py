@@ -2,12 +2,14 @@
 
 :func:`hf_native` writes what transformers' ``InternVLForConditionalGeneration.save_pretrained`` would;
 :func:`as_internvl_chat` rewrites such a folder in the original InternVLChatModel layout, so that the two hold the same
-model under different names (``text="internlm2"`` needs a Llama body).
+model under different names (``text="internlm2"`` needs a Llama body); :func:`as_qianfan` as Qianfan-OCR, whose files
+have the names of that layout and the keys of the first.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,7 +28,17 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
+# As the authors describe theirs: a system turn always, the pictures' places as text, and no thoughts of past answers.
+QIANFAN_TEMPLATE = (
+    "{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\\nRead it.<|im_end|>\\n' }}{%- endif %}"
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' }}"
+    "{%- if message['content'] is not string %}{%- for part in message['content'] %}"
+    "{%- if part['type'] == 'image' %}{{- '<image>\\n' }}{%- else %}{{- part['text'] }}{%- endif %}{%- endfor %}"
+    "{%- elif message['role'] == 'assistant' and '</think>' in message['content'] %}"
+    "{{- message['content'].split('</think>')[-1].lstrip('\\n') }}"
+    "{%- else %}{{- message['content'] }}{%- endif %}{{- '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
 
 # Sentencepiece tokenizers: their class, and the tokens of their turns. Phi-3's take the whitespace behind them.
 SENTENCEPIECE_CHATS = {
@@ -162,6 +174,38 @@ def as_internvl_chat(
     write_json(folder / "config.json", config)
     save_file({k: v.contiguous() for k, v in renamed.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def as_qianfan(source: Path, folder: Path, template: str = CHAT_TEMPLATE) -> Path:
+    """Rewrite the HF-native folder ``source`` (transformers-5 names, Qwen3) as Qianfan-OCR, with what the class has by
+    default left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "processor_config.json", "generation_config.json"):
+        shutil.copyfile(source / name, folder / name)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    config = json.loads((source / "config.json").read_text())
+    config |= {"architectures": ["QianfanOCRForConditionalGeneration"], "model_type": "qianfan_ocr"}
+    tower = config["vision_config"] | {"model_type": "qianfan_ocr_vision", "drop_path_rate": 0.1}
+    config["vision_config"] = {name: value for name, value in tower.items() if name != "attention_bias"}
+    for section, names in ((config, ["tie_word_embeddings"]), (config["text_config"], ["model_type", "architectures"])):
+        for name in names:
+            del section[name]
+    write_json(folder / "config.json", config)
+    tensors = load_file(source / "model.safetensors")
+    renamed = _chat_vision(tensors)
+    renamed |= {name: value for name, value in tensors.items() if name.startswith("language_model.")}
+    save_file({k: v.contiguous() for k, v in renamed.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def qianfan_processor(folder: Path) -> Any:
+    """transformers' own of such a folder, of Pillow's pictures."""
+    from transformers import AutoTokenizer, GotOcr2ImageProcessorPil, QianfanOCRProcessor
+
+    settings = json.loads((folder / "processor_config.json").read_text())
+    pictures, count = GotOcr2ImageProcessorPil(**settings["image_processor"]), settings["image_seq_length"]
+    template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    return QianfanOCRProcessor(pictures, AutoTokenizer.from_pretrained(folder), count, chat_template=template)
 
 
 def _hf_config(shape: Shape, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:

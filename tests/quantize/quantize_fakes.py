@@ -38,10 +38,12 @@ def labelled_folder(folder: Path) -> Path:
 
 
 def checkpoint(folder: Path, body: str, dtype: torch.dtype = torch.bfloat16, **shape: Any) -> Path:
-    """A layout ("native" or "chat") and a body, with random weights."""
+    """A layout ("native", "chat" or "qianfan") and a body, with random weights."""
     layout, text = body.split()
     shape.setdefault("text", "llama" if text == "internlm2" else text)
     native = tiny_checkpoints.hf_native(folder / "native", tiny_checkpoints.Shape(**shape), dtype=dtype)
+    if layout == "qianfan":
+        return tiny_checkpoints.as_qianfan(native, folder / "qianfan")
     return native if layout == "native" else tiny_checkpoints.as_internvl_chat(native, folder / "chat", text=text)
 
 

@@ -32,14 +32,12 @@ def of_transformers(folder: Path) -> list[list[int]]:
     return answers
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    """In float32, in which both compute then, so that random weights cannot make a tie of two tokens."""
-    return quantize_fakes.checkpoint(tmp_path_factory.mktemp("source"), "native qwen2", torch.float32)
-
-
-@pytest.mark.parametrize("method", ["awq", "fp8"])
-def test_transformers_reads_ours_and_says_the_same(tmp_path, source, method):
+@pytest.mark.parametrize(
+    ("body", "method"), [("native qwen2", "awq"), ("native qwen2", "fp8"), ("qianfan qwen3", "fp8")]
+)
+def test_transformers_reads_ours_and_says_the_same(tmp_path, body, method):
+    # In float32, in which both compute then, so that random weights cannot make a tie of two tokens.
+    source = quantize_fakes.checkpoint(tmp_path / "source", body, torch.float32)
     pictures = quantize_fakes.labelled_folder(tmp_path / "pictures")
     out = quantize_fakes.made(quantize_fakes.job(source, tmp_path / "out", pictures, method))
     tokens = of_transformers(out)

@@ -72,6 +72,8 @@ class ModelFamily(ABC):
     #: the token whose positions image rows take, and its id in the checkpoint's vocabulary if the config names it
     image_token: str
     image_token_id: int | None
+    #: what the checkpoint's chat template writes in the image token's place, where that is no token
+    template_image: str | None = None
     #: every token that ``placeholder_tokens`` may name
     control_tokens: tuple[str, ...]
     #: special tokens that a user's text may use with their meaning (grounding marks); all others are plain text there

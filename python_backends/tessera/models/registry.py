@@ -47,13 +47,14 @@ class ModelSpec:
     text_bodies: tuple[TextSpec, ...] = ()
 
 
+_INTERNVL_TENSORS = r"(model\.)?(vision_tower|vision_model|multi_modal_projector|mlp1)\."
 MODELS = (
     ModelSpec(
         ("InternVLForConditionalGeneration", "internvl", "InternVLChatModel", "internvl_chat"),
         read_config="tessera.models.internvl.config:read",
         processor="tessera.models.internvl.processor:InternVL",
         vision_tower="tessera.models.internvl.vision:InternViT",
-        vision_tensors=r"(model\.)?(vision_tower|vision_model|multi_modal_projector|mlp1)\.",
+        vision_tensors=_INTERNVL_TENSORS,
     ),
     ModelSpec(
         ("Qwen2VLForConditionalGeneration", "qwen2_vl"),
@@ -64,6 +65,14 @@ MODELS = (
         # A forward of whole pictures is long, a step of the language model short and waited for: its kernels start
         # first. For tiles this would even out no load, and make some requests wait much longer than others.
         mps_priority=1,
+    ),
+    # A checkpoint of InternVL's parts, by names of its own.
+    ModelSpec(
+        ("QianfanOCRForConditionalGeneration", "qianfan_ocr"),
+        read_config="tessera.models.internvl.config:read_qianfan",
+        processor="tessera.models.internvl.processor:QianfanOCR",
+        vision_tower="tessera.models.internvl.vision:InternViT",
+        vision_tensors=_INTERNVL_TENSORS,
     ),
 )
 # Relatives of Qwen2-VL that are known and refused: what they have that its tower and body do not.

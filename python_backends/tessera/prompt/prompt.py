@@ -64,6 +64,8 @@ class PromptBuilder:
         self._system = system
         if config.conversation is None:
             source = find_chat_template(config, tokenizer)
+            if family.template_image is not None:  # in the template alone: in a user's text it is that text
+                source = source.replace(family.template_image, family.image_token)
         else:
             turns = turns_of(config.conversation)
             source = turns.words

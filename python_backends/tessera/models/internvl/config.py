@@ -5,12 +5,14 @@ transformers' layout, ``InternVLForConditionalGeneration``: ``modeling_internvl.
 
 The original layout, OpenGVLab's ``InternVLChatModel``, whose code travels with it and is never run:
 ``modeling_internvl_chat.py`` and ``modeling_intern_vit.py``; defaults: ``configuration_intern_vit.py``.
+
+And Qianfan-OCR, transformers' ``qianfan_ocr``: the first layout's config.json, the second's names of weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +47,12 @@ _NATIVE_MODULES: NameTable = (
     (r"(?:model\.)?(?:language_model\.)?lm_head", "lm_head"),
     (r"(?:model\.)?language_model\.(?:model\.)?", "model.language_model."),
     (r"(?:model\.)?", "model."),
+)
+# Qianfan-OCR's tower and projector, which its class calls otherwise throughout: what names modules takes patterns too.
+_QIANFAN_MODULES: NameTable = (
+    (r"(?:model\.)?vision_model\..*", r"re:model\.vision_tower\..*"),
+    (r"(?:model\.)?mlp1\..*", r"re:model\.multi_modal_projector\..*"),
+    *_NATIVE_MODULES,
 )
 _MODEL, _MLP = r"(?:model\.)?vision_model\.", r"(?:model\.)?mlp1\."
 _BLOCK = _MODEL + r"encoder\.layers\.(\d+)\."
@@ -141,7 +149,44 @@ def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
     return (_read_original if original else _read_native)(folder, raw)
 
 
-def _read_native(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
+def read_qianfan(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
+    """As ``read``, of Qianfan-OCR. Defaults: transformers ``configuration_qianfan_ocr.py``.
+
+    config.json may also state what the original layout has; transformers passes over it and vLLM does not, so that what
+    differs from what is done here is refused.
+    """
+    where = f"{folder}/config.json"
+    stated = {
+        "text_config": {"model_type": "qwen3"} | section(raw, "text_config", where),
+        "vision_config": {"attention_bias": True} | section(raw, "vision_config", where),
+    }
+    config = _read_native(
+        folder,
+        {"tie_word_embeddings": False} | raw | stated,
+        vision_names=_ORIGINAL_NAMES,
+        module_names=_QIANFAN_MODULES,
+        layout="qianfan_ocr",
+    )
+    done = {
+        "ps_version": config.vision.ps_version,
+        "force_image_size": config.vision.image_size,
+        "select_layer": config.vision.feature_layer,
+        "min_dynamic_patch": config.pictures.min_tiles,
+        "max_dynamic_patch": config.pictures.max_tiles,
+        **dict.fromkeys(("dynamic_image_size", "use_thumbnail"), True),
+    }
+    for name, value in done.items():
+        one_of(raw.get(name, value), (value,), f"{where}: beside the image processor's settings, {name}")
+    return replace(config, raw=raw)
+
+
+def _read_native(
+    folder: Path,
+    raw: dict[str, Any],
+    vision_names: NameTable = _NATIVE_NAMES,
+    module_names: NameTable = _NATIVE_MODULES,
+    layout: str = "hf_native",
+) -> CheckpointConfig:
     """transformers' layout."""
     where, processor = f"{folder}/config.json", read_processor(folder)
     one_of(
@@ -167,9 +212,9 @@ def _read_native(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
         # Only the model_type counts: architectures may name the class without its head.
         {"model_type": "qwen2"} | section(raw, "text_config", where) | {"architectures": None},
         tie=raw.get("tie_word_embeddings"),
-        vision_names=_NATIVE_NAMES,
-        module_names=_NATIVE_MODULES,
-        layout="hf_native",
+        vision_names=vision_names,
+        module_names=module_names,
+        layout=layout,
         vision=vision,
         pictures=TileRule(processor.get("min_patches", 1), processor.get("max_patches", 12), "auto", "columns"),
         image_token_id=raw.get("image_token_id", raw.get("image_token_index", 151667)),

@@ -146,3 +146,11 @@ class InternVL(ModelFamily):
 
     def placeholder_tokens(self, plan: ImagePlan) -> tuple[tuple[str, int], ...]:
         return (self.start_token, 1), (self.image_token, plan.tokens), (self.end_token, 1)
+
+
+class QianfanOCR(InternVL):
+    """transformers' ``processing_qianfan_ocr.py``."""
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        super().__init__(config)
+        self.template_image = config.processor.get("image_placeholder_token", "<image>")
