@@ -50,6 +50,14 @@ def test_pixels_are_stated_in_several_ways(
     assert read_config(write_folder(tmp_path, **processor)).pictures == PixelRange(*expected)
 
 
+def test_a_patch_size_that_is_not_stated_is_the_class_s_and_not_the_tower_s(tmp_path: Path) -> None:
+    folder = edit(write_folder(tmp_path), vision_config={"patch_size": 16, "spatial_patch_size": None})
+    with pytest.raises(CheckpointError, match="the image processor's patch_size 14 is not supported; supported are 16"):
+        read_config(folder)
+    write(folder, "processor_config.json", {"patch_size": 16})
+    assert read_config(folder).vision.patch_size == 16
+
+
 def test_newer_savers_nest_the_image_processor(tmp_path: Path) -> None:
     size = {"shortest_edge": 784, "longest_edge": 7840}
     write(write_folder(tmp_path), "processor_config.json", {"image_processor": {"size": size}, "video_processor": {}})

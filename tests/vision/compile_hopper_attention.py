@@ -15,8 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from tessera.kernels.hopper_attention import _hopper_attention, swizzled
-from tessera.kernels.operands import HopperPlan
-from tessera.kernels.varlen_attention import parts_of
+from tessera.kernels.operands import HopperPlan, parts_of
 
 SHARED_MEMORY = 227 * 1024
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"

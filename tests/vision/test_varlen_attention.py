@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tessera.kernels.operands import AttentionPlan
+from tessera.kernels.operands import AttentionPlan, filled_head, parts_of
 from tessera.kernels.tower_attention import attend_in_triton, attend_within
 from tessera.kernels.tower_layers import PLAIN, gpu_kernels, varlen_backends
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
 from tessera.kernels.rotary import apply_rotary
-from tessera.kernels.varlen_attention import parts_of
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -59,10 +58,11 @@ def test_a_neighbours_not_a_numbers_stay_there(length):
     assert actual[length : length + 20].isnan().all()
 
 
-@pytest.mark.parametrize("size", [8, 20, 72, 112])
-def test_other_head_sizes_are_refused(size):
+@pytest.mark.parametrize(("size", "filled"), [(8, 16), (20, 32), (72, 80), (112, 128)])
+def test_other_head_sizes_are_refused_and_may_be_filled_up(size, filled):
     with pytest.raises(ValueError, match=f"heads of {size} values"):
         parts_of(size)
+    assert filled_head(size) == filled_head(filled) == filled
 
 
 def test_scattered_heads_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def config_of(folder: Path, **sizes: Any) -> CheckpointConfig:
     text = dict(hidden_size=48, num_attention_heads=2, num_key_value_heads=1, rope_parameters=ROPE)
     config = Qwen2VLConfig(vision_config=TINY | sizes, text_config=text, architectures=[ARCHITECTURE])
     config.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps({"patch_size": config.vision_config.patch_size}))
     return read_config(folder)
 
 

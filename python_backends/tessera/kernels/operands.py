@@ -18,6 +18,7 @@ MAX_ROWS, K_MULTIPLE = 64, 64
 FP8_MAX_ROWS, FP8_K_MULTIPLE = 256, 128
 #: of the fused gate-up product's k and size: TMA wants rows of whole 16 bytes
 GATE_UP_MULTIPLE = 8
+_LEAST = 16  # values of a matrix unit's products
 
 
 class PagedCache(NamedTuple):
@@ -97,6 +98,21 @@ class HopperPlan:
 
     def __str__(self) -> str:
         return f"{self.rows}/{self.tokens}/{self.warps}/{self.stages}"
+
+
+def parts_of(size: int) -> tuple[int, int]:
+    """A head size as the sum of two powers of two, the second perhaps 0. ValueError if it is none."""
+    wide = 1 << (size.bit_length() - 1)
+    tail = size - wide
+    if wide < _LEAST or (tail and (tail < _LEAST or tail & (tail - 1))):
+        raise ValueError(f"varlen_attention: heads of {size} values are no two powers of two of at least {_LEAST}")
+    return wide, tail
+
+
+def filled_head(size: int) -> int:
+    """The least size of a head that holds ``size`` values and that attention within pictures takes: 80 for 72."""
+    powers = [_LEAST << exponent for exponent in range(size.bit_length())]
+    return min(wide + tail for wide in powers for tail in (0, *powers) if tail < wide and wide + tail >= size)
 
 
 def query_tiles(lengths: Sequence[int], rows: int) -> np.ndarray:

@@ -14,20 +14,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tessera.kernels.operands import AttentionPlan
+from tessera.kernels.operands import AttentionPlan, parts_of
 
-_LEAST = 16  # values of a matrix unit's products
 #: those that were the fastest on an H200 for some lengths
 PLANS = (AttentionPlan(128, 64, 4, 3), AttentionPlan(128, 128, 8, 2), AttentionPlan(64, 64, 4, 3))
-
-
-def parts_of(size: int) -> tuple[int, int]:
-    """A head size as the sum of two powers of two, the second perhaps 0. ValueError if it is none."""
-    wide = 1 << (size.bit_length() - 1)
-    tail = size - wide
-    if wide < _LEAST or (tail and (tail < _LEAST or tail & (tail - 1))):
-        raise ValueError(f"varlen_attention: heads of {size} values are no two powers of two of at least {_LEAST}")
-    return wide, tail
 
 
 def checked_parts(*rows: torch.Tensor) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tessera.checkpoint.config import CheckpointConfig, NameTable
 from tessera.checkpoint.files import PILLOW_BICUBIC, one_of, read_fields, read_processor, section
@@ -18,6 +18,7 @@ from tessera.checkpoint.weights import WB, WBS
 from tessera.errors import CheckpointError
 from tessera.models.text.config import assemble
 
+Kind = TypeVar("Kind")
 PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 
 _TOWER, _LAYER = r"(?:model\.)?visual\.", r"(?:model\.)?visual\.blocks\.(\d+)\."
@@ -78,6 +79,11 @@ class VisionConfig:
     pixel_mean: Channels = CLIP_MEAN
     pixel_std: Channels = CLIP_STD
 
+    @property
+    def inner_size(self) -> int:
+        """How wide a layer's MLP is inside."""
+        return self.embed_dim * self.mlp_ratio
+
 
 @dataclass(frozen=True)
 class PixelRange:
@@ -93,8 +99,8 @@ def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
     text = section(raw, "text_config", where) if raw.get("text_config") else raw
     text = {**_TEXT_DEFAULTS, **{name: value for name, value in text.items() if name not in _BESIDE_TEXT}}
     statistics = pixel_statistics({"image_mean": CLIP_MEAN, "image_std": CLIP_STD, **processor})
-    vision = read_vision(section(raw, "vision_config", where), statistics, f"{where}: vision_config")
-    _check_processor(processor, vision)
+    vision = read_vision(VisionConfig, section(raw, "vision_config", where), statistics, f"{where}: vision_config")
+    check_processor(processor, vision)
     config = assemble(
         folder,
         raw,
@@ -106,29 +112,36 @@ def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
         module_names=MODULE_NAMES,
         layout="qwen2_vl",
         vision=vision,
-        pictures=_read_pixel_range(processor),
+        pictures=read_pixel_range(processor),
         image_token_id=raw.get("image_token_id", 151655),
     )
     one_of(vision.hidden_size, (config.text.hidden_size,), f"{where}: vision_config.hidden_size")
     return config
 
 
-def read_vision(stated: Mapping[str, Any], statistics: tuple[Channels, Channels], where: str) -> VisionConfig:
-    """The tower for pixels of these ``statistics`` (mean, std). Raises CheckpointError that begins with ``where``."""
+def read_vision(
+    kind: type[Kind], stated: Mapping[str, Any], statistics: tuple[Channels, Channels], where: str, **own: Any
+) -> Kind:
+    """The tower, as the dataclass ``kind``, for pixels of these ``statistics`` (mean, std). ``own``: fields that the
+    family reads itself.
+
+    Raises CheckpointError that begins with ``where``.
+    """
     for name in ("in_channels", "in_chans"):
         one_of(stated.get(name, 3), (3,), f"{where}.{name}")
     rope = stated.get("rope_parameters") or {}
     for name in rope:
         one_of(name, ("rope_type", "rope_theta"), f"{where}.rope_parameters: key")
     one_of(rope.get("rope_type", "axial"), ("axial",), f"{where}.rope_parameters: rope_type")
-    vision = read_fields(
-        VisionConfig,
+    vision: Any = read_fields(
+        kind,
         stated,
         f"{where}.",
-        ("in_channels", "in_chans", "rope_parameters", "spatial_patch_size"),
+        ("in_channels", "in_chans", "rope_parameters", "spatial_patch_size", *own),
         rope_theta=rope.get("rope_theta", VisionConfig.rope_theta),
         pixel_mean=statistics[0],
         pixel_std=statistics[1],
+        **own,
     )
     one_of(stated.get("spatial_patch_size") or vision.patch_size, (vision.patch_size,), f"{where}.spatial_patch_size")
     if vision.embed_dim % (4 * vision.num_heads):
@@ -139,19 +152,23 @@ def read_vision(stated: Mapping[str, Any], statistics: tuple[Channels, Channels]
     return vision
 
 
-def _check_processor(processor: Mapping[str, Any], vision: VisionConfig) -> None:
+def check_processor(processor: Mapping[str, Any], vision: Any) -> None:
+    """Raises CheckpointError unless the image processor makes the patches that the tower takes.
+
+    What it does not state is its own class's, and not the tower's.
+    """
     one_of(processor.get("image_processor_type", PROCESSORS[0]), PROCESSORS, "image_processor_type")
     one_of(processor.get("resample", PILLOW_BICUBIC), (PILLOW_BICUBIC,), "the image processor's resample")
     sizes = {
-        "patch_size": vision.patch_size,
-        "merge_size": vision.spatial_merge_size,
-        "temporal_patch_size": vision.temporal_patch_size,
+        "patch_size": (14, vision.patch_size),
+        "merge_size": (2, vision.spatial_merge_size),
+        "temporal_patch_size": (2, vision.temporal_patch_size),
     }
-    for name, size in sizes.items():
-        one_of(processor.get(name, size), (size,), f"with this vision_config, the image processor's {name}")
+    for name, (default, size) in sizes.items():
+        one_of(processor.get(name, default), (size,), f"with this vision_config, the image processor's {name}")
 
 
-def _read_pixel_range(processor: Mapping[str, Any]) -> PixelRange:
+def read_pixel_range(processor: Mapping[str, Any]) -> PixelRange:
     """``min_pixels`` and ``max_pixels``, which go before ``size``; older savers use these names inside of it too."""
     size = section({"size": _SIZE, **processor}, "size", "the image processor")
     for name in size:

@@ -16,16 +16,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache, lru_cache, partial
 from itertools import cycle
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.weights import Target, copy_whole
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.graphs import GraphPool
-from tessera.kernels.operands import AttentionPlan, HopperPlan, query_tiles
+from tessera.kernels.operands import AttentionPlan, HopperPlan, filled_head, query_tiles
 from tessera.kernels.tower_attention import Attend, VarlenAttention, attend_in_triton, attention_by, triton_configs
 from tessera.kernels.tower_layers import PLAIN, Fp8Linear, TowerKernels, gpu_kernels, varlen_backends
 from tessera.kernels.transfer import to_device
@@ -43,13 +44,18 @@ _PLACE = 8  # bytes of a patch's row and column
 
 
 class Attention(nn.Module):
-    """Self-attention within each picture; queries and keys are turned by their patch's row and column."""
+    """Self-attention within each picture; queries and keys are turned by their patch's row and column.
+
+    A head of a size that no kernel takes is filled up with zeros while loading: in either half of its values, as value
+    i turns with value i + size / 2.
+    """
 
     def __init__(self, size: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(size, 3 * size)
-        self.output = nn.Linear(size, size)
+        self.heads, self.stored_size = heads, size // heads
+        self.head_size = filled_head(self.stored_size)
+        self.qkv = nn.Linear(size, 3 * heads * self.head_size)
+        self.output = nn.Linear(heads * self.head_size, size)
 
     def forward(
         self, x: torch.Tensor | Fp8Rows, kernels: TowerKernels, turns: torch.Tensor, attend: Attend
@@ -58,17 +64,31 @@ class Attention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
         return self.output(attend(*kernels.layers.apply_rotary(qkv, turns)))
 
+    def targets(self, prefix: str) -> dict[str, Target]:
+        """What fills it, by names that begin with ``prefix``; the output's bias is as it is stored."""
+        sides = ("qkv.weight", 0), ("qkv.bias", 0), ("output.weight", 1)
+        return {prefix + name: partial(self._fill, self.get_parameter(name), side) for name, side in sides}
+
+    def _fill(self, weight: torch.Tensor, side: int, stored: torch.Tensor) -> None:
+        """``side``: the dimension along which the heads lie."""
+        parts = weight.zero_().unflatten(side, (-1, self.head_size // 2)).narrow(side + 1, 0, self.stored_size // 2)
+        whole = torch.empty_like(parts.flatten(side, side + 1))
+        copy_whole(whole, stored)
+        parts.copy_(whole.view(parts.shape))
+
 
 class Merger(MLP):
-    """LayerNorm of each patch, then a group of them side by side through Linear, GELU, Linear to the text's width."""
+    """LayerNorm of each patch, or of a whole group; then a group's patches side by side through Linear, GELU, Linear to
+    the text's width."""
 
-    def __init__(self, size: int, group: int, text_size: int) -> None:
+    def __init__(self, size: int, group: int, text_size: int, whole: bool = False) -> None:
         super().__init__(size * group, size * group, text_size, "gelu")
-        self.norm = nn.LayerNorm(size, eps=_EPS)
+        self.norm = nn.LayerNorm(size * group if whole else size, eps=_EPS)
 
-    def forward(self, x: torch.Tensor | Fp8Rows, kernels: TowerKernels = PLAIN) -> torch.Tensor:
+    def forward(self, x: Any, kernels: TowerKernels = PLAIN) -> torch.Tensor:
         """Patches [n * group, hidden] -> rows [n, text hidden]."""
-        return super().forward(self.norm(x).view(-1, self.linear1.in_features), kernels)
+        normed = self.norm(x.view(-1, *self.norm.normalized_shape))
+        return super().forward(normed.view(-1, self.linear1.in_features), kernels)
 
 
 class Qwen2ViT(Tower):
@@ -77,34 +97,49 @@ class Qwen2ViT(Tower):
     """
 
     splits = False
+    #: whether files have one
+    patch_bias = False
 
     def __init__(self, config: CheckpointConfig) -> None:
         super().__init__()
-        vision, text_size = config.vision, config.text.row_size
+        vision, text = config.vision, config.text
         size, side, self.merge = vision.embed_dim, vision.patch_size, vision.spatial_merge_size
         self.statistics, self.frames = (vision.pixel_mean, vision.pixel_std), vision.temporal_patch_size
-        self.theta, self.head_size = vision.rope_theta, size // vision.num_heads
-        self.unit_shape, self.row_shape = (self.merge, self.merge, side, side, 3), (1, text_size)
+        self.theta = vision.rope_theta
+        self.unit_shape, self.row_shape = (self.merge, self.merge, side, side, 3), (1, text.row_size)
         self.batch_unit = max(1, 616 // (self.merge * side)) ** 2
         self.patch_embedding = nn.Linear(3 * side**2, size)
-        nn.init.zeros_(self.patch_embedding.bias)  # normalisation alone has one
-        norm, inner = partial(nn.LayerNorm, size, eps=_EPS), size * vision.mlp_ratio
+        nn.init.zeros_(self.patch_embedding.bias)  # which normalisation has in any case
+        norm = partial(nn.LayerNorm, size, eps=_EPS)
         self.layers = nn.ModuleList(
-            TowerLayer(norm, Attention(size, vision.num_heads), MLP(size, inner, size, vision.hidden_act))
+            TowerLayer(norm, Attention(size, vision.num_heads), MLP(size, vision.inner_size, size, vision.hidden_act))
             for _ in range(vision.depth)
         )
-        self.projector = Merger(size, self.merge**2, text_size)
+        self.projector = Merger(size, self.merge**2, text.hidden_size)
+
+    @property
+    def attention(self) -> Attention:
+        """The first layer's; the others' are alike."""
+        return cast(TowerLayer, self.layers[0]).attention
 
     def forward(self, pixels: torch.Tensor, wires: Wires = (), kernels: TowerKernels = PLAIN) -> torch.Tensor:
         attend = kernels.attend_within([height * width for _, height, width in wires], pixels.device)
-        return self.rows(pixels, self.turns(wires, pixels.device), attend, kernels)
+        return self.rows(pixels, self.places(wires, pixels.device), attend, kernels)
 
-    def rows(self, pixels: torch.Tensor, turns: torch.Tensor, attend: Attend, kernels: TowerKernels) -> torch.Tensor:
-        """:meth:`forward` with what follows from the pictures' sizes: :meth:`turns` and attention within them."""
-        x, update = self.embed(pixels), None
+    def rows(
+        self, pixels: torch.Tensor, places: Sequence[torch.Tensor], attend: Attend, kernels: TowerKernels
+    ) -> torch.Tensor:
+        """:meth:`forward` with what follows from the pictures' sizes: :meth:`places` and attention within them."""
+        turns, *grid = places
+        x, update = self.embed(pixels, *grid), None
         for layer in self.layers:
             x, update = layer(x, update, kernels, turns, attend)
         return self.projector(x if update is None else x + update, kernels)
+
+    def places(self, wires: Wires, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """What :meth:`rows` takes of where patches stand: :meth:`turns`, and what :meth:`embed` takes besides. Each
+        one's last dimension but one counts patches."""
+        return (self.turns(wires, device),)
 
     def embed(self, pixels: torch.Tensor) -> torch.Tensor:
         """Groups of patches -> the first layer's input [patches, hidden]."""
@@ -114,28 +149,32 @@ class Qwen2ViT(Tower):
     def turns(self, wires: Wires, device: torch.device) -> torch.Tensor:
         """Cosine and sine of the angles by which pairs of a head's values turn, float32 [2, patches, head size / 2]:
         the first half of the pairs turns with the patch's row in its picture, the second with its column.
+
+        They also stretch queries and keys of heads that are filled up, so that a scale by their size is right again.
         """
-        places = torch.cat([_places(height, width, self.merge) for _, height, width in wires])
-        half = self.head_size // 2
+        places = torch.cat([places_of(height, width, self.merge) for _, height, width in wires])
+        size, stored = self.attention.head_size, self.attention.stored_size
+        half = stored // 2
         speeds = self.theta ** (torch.arange(0, half, 2, device=device) / half)
         angles = (to_device(places, device)[:, :, None] / speeds).flatten(1)
-        return torch.stack((angles.cos(), angles.sin()))
+        turns = torch.stack((angles.cos(), angles.sin()))
+        return turns if size == stored else functional.pad(turns * (size / stored) ** 0.25, (0, (size - stored) // 2))
 
     @torch.inference_mode()
     def tuned(self, cost: int, choices: MeasuredChoices) -> Forward:
         """With the attention that is the fastest for pictures of one size, and for others; in float32 torch's own."""
-        layer, weight = cast(TowerLayer, self.layers[0]), self.patch_embedding.weight
+        attention, weight = self.attention, self.patch_embedding.weight
         if weight.itemsize > 2:
             return partial(self, kernels=gpu_kernels())
 
-        heads, most = layer.attention.heads, cost * self.merge**2
-        qkv = torch.randn(most, 3, heads, self.head_size, dtype=weight.dtype, device=weight.device)
+        heads, size, most = attention.heads, attention.head_size, cost * self.merge**2
+        qkv = torch.randn(most, 3, heads, size, dtype=weight.dtype, device=weight.device)
 
         def fastest(kind: str, lengths: Sequence[int], ways: Mapping[str, VarlenAttention]) -> str:
             query, key, value = qkv[: sum(lengths)].unbind(1)
             return choices.fastest(
                 f"vision attention within {kind} pictures, {len(lengths)} of {len(query)} patches, {heads} heads of "
-                f"{self.head_size}, {weight.dtype}, {machine_of(weight.device)}",
+                f"{size}, {weight.dtype}, {machine_of(weight.device)}",
                 {name: _call(way, lengths, query, key, value) for name, way in ways.items()},
             )
 
@@ -143,7 +182,7 @@ class Qwen2ViT(Tower):
         for kind, lengths in (("equal", [min(_LARGE, most)] * max(1, most // _LARGE)), ("mixed", _mixed(most))):
             ways = varlen_backends(weight.device, kind == "equal")
             chosen[kind] = ways[fastest(kind, lengths, ways)]
-        kernels = partial(gpu_kernels, fp8=isinstance(layer.attention.output, Fp8Linear))
+        kernels = partial(gpu_kernels, fp8=isinstance(attention.output, Fp8Linear))
         within = partial(_by_kind, chosen["equal"], chosen["mixed"])
         forward = partial(self, kernels=kernels(within=within))
         small = (1, self.merge, self.merge)
@@ -168,14 +207,15 @@ class Qwen2ViT(Tower):
         """
         layer, value = cast(TowerLayer, self.layers[0]), self.patch_embedding.weight.itemsize
         hidden, inner, patches = layer.mlp.linear2.out_features, layer.mlp.linear1.out_features, cost * self.merge**2
+        heads = layer.attention.heads * layer.attention.head_size
         largest = max(
             (4 * hidden + 3 * inner) * value,
-            7 * hidden * value + (4 if value == 4 else 6) * hidden * 4,
-            14 * hidden * value,
+            7 * heads * value + (4 if value == 4 else 6) * heads * 4,
+            14 * heads * value,
             (self.patch_embedding.in_features + 2 * hidden) * value,
         )
         written = 2 * layer.attention.heads * patches * value if scores else 0
-        return patches * (largest + written + 4 * self.head_size + _PLACE)
+        return patches * (largest + written + 4 * layer.attention.head_size + _PLACE)
 
     def squares(self, draw: Callable[[tuple[int, ...]], torch.Tensor]) -> tuple[torch.Tensor, Wires]:
         count, (merge, _, side, _, _) = math.isqrt(self.batch_unit), self.unit_shape
@@ -190,8 +230,11 @@ class Qwen2ViT(Tower):
 
     def targets(self, stored: Set[str]) -> dict[str, Target]:
         targets = super().targets(stored)
-        del targets["patch_embedding.bias"]
+        if not self.patch_bias:
+            del targets["patch_embedding.bias"]
         targets["patch_embedding.weight"] = self._sum_frames
+        for index, layer in enumerate(self.layers):
+            targets |= cast(TowerLayer, layer).attention.targets(f"layers.{index}.attention.")
         return targets
 
     def _sum_frames(self, stored: torch.Tensor) -> None:
@@ -205,7 +248,7 @@ class Qwen2ViT(Tower):
 
 
 @lru_cache(maxsize=32)
-def _places(height: int, width: int, merge: int) -> torch.Tensor:
+def places_of(height: int, width: int, merge: int) -> torch.Tensor:
     """Row and column of each patch of a picture of height x width patches, in the order of its groups: int32 [n, 2]."""
     grid = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"), dim=-1)
     groups = grid.view(height // merge, merge, width // merge, merge, 2).transpose(1, 2)
@@ -260,7 +303,8 @@ class PatchGraphs:
         self._graphs = GraphPool("vision graphs", sizes, self._compute, device)
         self._group, largest = tower.merge**2, self._graphs.sizes[-1]
         self._pixels = torch.zeros(largest // self._group, *tower.unit_shape, dtype=torch.uint8, device=device)
-        self._turns = {size: torch.zeros(2, size, tower.head_size // 2, device=device) for size in sizes}
+        squares = {size: [(1, tower.merge, size // tower.merge)] for size in self._graphs.sizes}
+        self._places = {size: tower.places(wires, device) for size, wires in squares.items()}
         self._tiles = torch.zeros(self._room(largest), 3, dtype=torch.int32, device=device)
         self._graphs.record(partial(self._cut, []))
 
@@ -273,13 +317,14 @@ class PatchGraphs:
         size = self._graphs.size_for(patches)
         self._cut(lengths, size)
         self._pixels[: len(pixels)].copy_(pixels)
-        self._turns[size][:, :patches].copy_(self._tower.turns(wires, pixels.device))
+        for held, given in zip(self._places[size], self._tower.places(wires, pixels.device)):
+            held[..., :patches, :].copy_(given)
         return self._graphs.replay(size)[: len(pixels)].clone()
 
     def _compute(self, size: int) -> torch.Tensor:
         tiles = self._tiles[: self._room(size)]
         attend = partial(attention_by(self._plan), tiles=tiles, plan=self._plan)
-        return self._tower.rows(self._pixels[: size // self._group], self._turns[size], attend, self._kernels)
+        return self._tower.rows(self._pixels[: size // self._group], self._places[size], attend, self._kernels)
 
     def _room(self, size: int) -> int:
         """Tiles of a forward of ``size`` patches at most."""
