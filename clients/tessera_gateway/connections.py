@@ -32,6 +32,7 @@ PART_S = 30.0  # between two parts of a body
 LINGER_S = 2.0  # that a client which was refused in the middle of what it sends may take to notice
 LINGER_BYTES = 1 << 20  # that are read meanwhile of one that sends what is no request, and passed over
 SWEEP_S = 0.5  # between two looks at the clock
+HEAD_SLICE = 2 << 10  # bytes of a header that the parser gets at a time: with its end comes what no limit has looked at
 SLICES = (4 << 10, 16 << 10)  # bytes of a chunked body that the parser gets at a time: more where its chunks are large
 FRAME_BYTES = 4 << 10  # of a chunked body's frames and trailers, which may have a fourth of its size besides:
 FRAME_SHARE = 4  # each chunk costs a call, however small it is
@@ -139,6 +140,7 @@ class Connection(HttpToolsProtocol):
         self.peer = _network(self.client[0]) if self.client else ""
         self.bodies: set[Body] = set()
         """Those of requests that are not answered yet."""
+        self._chunks: list[bytes] = []  # of the body that is read: what is not passed on yet
         self._deadline: float | None = self.loop.time() + HEAD_S  # for what is awaited of the client
         self.door: ConnectionLimits = self.app_state["door"]
         self.door.enter(self)
@@ -172,20 +174,23 @@ class Connection(HttpToolsProtocol):
         rest = memoryview(data)
         while rest and not self._refused and not self.transport.is_closing():
             if self._in_head:
-                size = HEAD_BYTES - self._head_bytes
+                size = min(HEAD_SLICE, HEAD_BYTES - self._head_bytes)
             else:
                 size = SLICES[not self._frames] if self._rest is None else max(1, self._rest)
             self._parse(rest[:size])
             rest = rest[size:]
 
     def _parse(self, piece: memoryview) -> None:
-        in_head, self._body_bytes, self._heads = self._in_head, 0, 0
+        in_head, self._body_bytes, self._heads, fault = self._in_head, 0, 0, False
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:  # to nothing that is served; it has been answered as if it had not asked
             self.cycle.keep_alive = False
             self._refused = True
         except httptools.HttpParserError:
+            fault = True
+        self._pass_on()
+        if fault:
             self.refuse(self._fault or ApiError(400, "what was sent is no HTTP request", code="invalid_http"))
         if in_head and self._in_head and not self._heads:
             self._head_bytes += len(piece)
@@ -232,6 +237,14 @@ class Connection(HttpToolsProtocol):
             self.cycle.transport = cast(asyncio.Transport, own)
 
     def on_body(self, body: bytes) -> None:
+        self._chunks.append(body)
+
+    def _pass_on(self) -> None:
+        """What came of a body, at once: a call for each chunk would cost the others more than it costs who sends it."""
+        if not self._chunks:
+            return
+        body = b"".join(self._chunks)
+        self._chunks.clear()
         self._body_bytes += len(body)
         if self._rest is not None:
             self._rest -= len(body)
@@ -241,6 +254,7 @@ class Connection(HttpToolsProtocol):
         self.door.hold(self._body, len(body))
 
     def on_message_complete(self) -> None:
+        self._pass_on()
         super().on_message_complete()
         self._in_head, self._begun, self._deadline = True, False, None
         if self._body is not None:

@@ -18,6 +18,7 @@ import pytest
 import uvicorn
 from clients.fake_transport import FakeTransport, Hang, final
 from gateway_doubles import ASKED, Asked, gateway, is_there, listening, started, stoppable, until
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tessera_client import Delta
 from tessera_client.transports.base import Sent
@@ -251,6 +252,17 @@ def test_a_chunked_body_with_extensions_and_trailers(served: Served) -> None:
         rest = BODY[(len(BODY) - 1) // 32 * 32 :]
         line.send(CHUNKED, cut, b"%x\r\n%s\r\n" % (len(rest), rest), b"0\r\nX-Late: 1\r\n\r\n")
         assert line.answer()[0] == 200
+
+
+def test_small_chunks_cost_few_calls_and_are_soon_too_many(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that come in one breath with their header."""
+    passed_on, pass_on = [], HttpToolsProtocol.on_body
+    monkeypatch.setattr(HttpToolsProtocol, "on_body", lambda *given: passed_on.append(len(given[1])) or pass_on(*given))
+    line = served.line()
+    line.send(CHUNKED + b"1\r\na\r\n" * 10_000)
+    assert line.refusal() == (400, "invalid_http")
+    assert len(passed_on) <= 3 and 6 * sum(passed_on) <= connections.HEAD_SLICE + 2 * connections.SLICES[0]
+    assert served.settles("body_bytes_held", 0)
 
 
 def test_requests_that_do_not_wait_for_their_answers(served: Served) -> None:
