@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_checkpoints
+import tiny_paddleocr_vl
 import tiny_qwen2_vl
 import torch
 from checkpoints import load_processor
@@ -36,6 +37,7 @@ from models.conformance import (
 from PIL import Image
 from tiny_checkpoints import Shape, hf_native
 from tiny_qwen2_vl import GROUP, LEAST, MOST, picture
+from transformers.models.paddleocr_vl.modeling_paddleocr_vl import PaddleOCRVLModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 from vision.tiny_qwen2_vl_tower import PATCH, config_of
 
@@ -99,6 +101,13 @@ def write_qwen2_vl(folder: Path, tied: bool = False, flat: bool = False) -> Any:
     return model
 
 
+def write_paddleocr_vl(folder: Path, tied: bool = False, bias: bool = False, names: str = "") -> Any:
+    model = tiny_paddleocr_vl.write_model(folder, tied, bias, min_pixels=LEAST, max_pixels=MOST)
+    if names:
+        {"published": tiny_paddleocr_vl.as_published, "5": tiny_paddleocr_vl.as_saved_by_5}[names](folder)
+    return model
+
+
 def tiles(folder: Path, prepared: Prepared) -> dict[str, torch.Tensor]:
     values = torch.from_numpy(prepared.pixels.reshape(-1, 448, 448, 3).copy()).permute(0, 3, 1, 2).float() / 255
     mean = torch.tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1)
@@ -109,6 +118,11 @@ def tiles(folder: Path, prepared: Prepared) -> dict[str, torch.Tensor]:
 def patches(folder: Path, prepared: Prepared) -> dict[str, torch.Tensor]:
     """By transformers' own processor, of pictures that keep their size."""
     processor = tiny_qwen2_vl.reference_processor(folder, LEAST, MOST)
+    return processor.image_processor([image for _, image in PICTURES], return_tensors="pt")
+
+
+def raster_patches(folder: Path, prepared: Prepared) -> dict[str, torch.Tensor]:
+    processor = tiny_paddleocr_vl.reference_processor(folder, LEAST, MOST)
     return processor.image_processor([image for _, image in PICTURES], return_tensors="pt")
 
 
@@ -155,6 +169,39 @@ def qwen2_vl_reference(folder: Path) -> Reference:
     return theirs
 
 
+def paddleocr_vl_reference(folder: Path) -> Reference:
+    with torch.device("meta"):
+        model = PaddleOCRVLModel(tiny_paddleocr_vl.model_config(folder))
+
+    def theirs(messages: list[dict[str, Any]], images: list[Image.Image], asked: Mapping[str, Any]) -> Expected:
+        processor = tiny_paddleocr_vl.reference_processor(
+            folder, asked.get("min_pixels", LEAST), asked.get("max_pixels", MOST)
+        )
+        in_parts = [  # the template passes over a plain text
+            turn | {"content": [{"type": "text", "text": turn["content"]}]}
+            if isinstance(turn["content"], str)
+            else turn
+            for turn in messages
+        ]
+        prompt = processor.apply_chat_template(in_parts, add_generation_prompt=True)
+        output = processor(images=images or None, text=prompt, return_tensors="pt")
+        ids, grids = output["input_ids"], output.get("image_grid_thw", torch.empty((0, 3), dtype=torch.long))
+        positions, deltas = model.get_rope_index(ids, output["mm_token_type_ids"], image_grid_thw=grids)
+        assert positions.max() + 1 - ids.shape[1] == deltas.item()
+        grey = np.empty(0)
+        if images:
+            patches = output["pixel_values"].split(grids.prod(1).tolist())
+            groups = [
+                each.unflatten(0, (rows // 2, 2, columns // 2, 2)).transpose(1, 2).flatten(0, 3)
+                for each, (_, rows, columns) in zip(patches, grids.tolist(), strict=True)
+            ]
+            grey = grey_levels(processor.image_processor, torch.cat(groups)).reshape(-1, 2, 2, 14, 14, 3)
+        return Expected(ids[0].tolist(), grey, grids.tolist(), positions[:, 0].numpy())
+
+    return theirs
+
+
+PREFILL_IN_PARTS = EngineConfig(block_size=4, max_sequences=4, max_batched_tokens=16)
 CASES = {
     **{f"internvl, {name}": Case(partial(write_internvl, shape=shape), TILES, tiles) for name, shape in SHAPES.items()},
     "internvl, final norm, names of transformers 4.52": Case(
@@ -167,16 +214,28 @@ CASES = {
             PATCHES,
             patches,
             kinds=True,
-            engine=EngineConfig(block_size=4, max_sequences=4, max_batched_tokens=16),  # prefill in parts
+            engine=PREFILL_IN_PARTS,
         )
         for tied, flat in ((False, False), (True, True))
+    },
+    **{
+        f"paddleocr_vl, {name}": Case(
+            partial(write_paddleocr_vl, **options), PATCHES, raster_patches, kinds=True, engine=PREFILL_IN_PARTS
+        )
+        for name, options in {
+            "as published": {"names": "published"},
+            "tied, names of transformers' modules": {"tied": True, "names": "5"},
+            "biases": {"bias": True},
+        }.items()
     },
 }
 FAMILIES: dict[str, Callable[[Path], Any]] = {
     "internvl": write_internvl,
     "qianfan_ocr": write_qianfan,
     "qwen2_vl": write_qwen2_vl,
+    "paddleocr_vl": write_paddleocr_vl,
 }
+REFERENCES = {"qwen2_vl": qwen2_vl_reference, "paddleocr_vl": paddleocr_vl_reference}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -197,7 +256,7 @@ def both(folder: Path) -> tuple[Preprocessor, Reference]:
         return Preprocessor.from_checkpoint(folder), internvl_reference(tiny_checkpoints.qianfan_processor(folder))
     if is_internvl(folder):
         return Preprocessor.from_checkpoint(DEFAULT), internvl_reference(load_processor(DEFAULT))
-    return Preprocessor.from_checkpoint(folder), qwen2_vl_reference(folder)
+    return Preprocessor.from_checkpoint(folder), REFERENCES[read_config(folder).model_type](folder)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -290,7 +349,7 @@ WITHIN = partial(attend_in_triton, plan=AttentionPlan(rows=32, tokens=16, warps=
 
 @pytest.mark.parametrize(
     ("family", "chosen"),
-    [("internvl", {"epilogue": True}), *product((*TOWERS, "qwen2_vl"), ({}, {"fp8": True}))],
+    [("internvl", {"epilogue": True}), *product((*TOWERS, "qwen2_vl", "paddleocr_vl"), ({}, {"fp8": True}))],
     ids=str,
 )
 def test_the_kernels_of_a_gpu_give_the_same_rows(
@@ -298,7 +357,7 @@ def test_the_kernels_of_a_gpu_give_the_same_rows(
 ) -> None:
     """Without one by triton's interpreter, whose cast to e4m3 loses carries: torch does it."""
     pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
-    hf_native(tmp_path, TOWERS[family]) if family in TOWERS else write_qwen2_vl(tmp_path)
+    hf_native(tmp_path, TOWERS[family]) if family in TOWERS else FAMILIES[family](tmp_path)
     if "fp8" in chosen:
         if torch.cuda.is_available():
             pytest.skip("tests/gpu has it in bfloat16, which FP8 is computed in there")
@@ -309,7 +368,7 @@ def test_the_kernels_of_a_gpu_give_the_same_rows(
             tower_layers, "fp8_linear", lambda x, *rest: by_torch(Fp8Rows(x.values.to(E4M3), x.scales), *rest)
         )
     wires = [(2, 1, 2)]
-    if family == "qwen2_vl":
+    if family not in TOWERS:
         wires, chosen = [(1, 6, 4), (1, 2, 2), (1, 8, 6)], chosen | {"within": WITHIN}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_kernels(tmp_path, wires, device, **chosen)
@@ -343,3 +402,15 @@ def test_activations_are_in_proportion_to_the_patches(
 ) -> None:
     pixels, wires = torch.zeros(400, 2, 2, PATCH, PATCH, 3, dtype=torch.uint8), [(1, *grid) for grid in grids]
     check_memory(config_of(tmp_path, mlp_ratio=4, **sizes), dtype, pixels, wires, 1.5, random_weights=True)
+
+
+@pytest.mark.parametrize(("heads", "dtype"), [(2, "float32"), (2, "bfloat16"), (4, "bfloat16")])
+def test_activations_beside_a_grid_of_positions_are_estimated_from_above(
+    tmp_path: Path, heads: int, dtype: str
+) -> None:
+    """Heads of 72, filled up to 80, are the most there is beside four inner rows for one outer, as published."""
+    write_paddleocr_vl(tmp_path)
+    sizes = dict(hidden_size=72 * heads, num_attention_heads=heads, intermediate_size=269 * heads)
+    tiny_qwen2_vl.edit(tmp_path, vision_config=sizes)
+    pixels = torch.zeros(400, 2, 2, PATCH, PATCH, 3, dtype=torch.uint8)
+    check_memory(read_config(tmp_path), dtype, pixels, [(1, 10, 10)] * 8 + [(1, 40, 20)], 1.5, random_weights=True)

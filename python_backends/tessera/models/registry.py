@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from tessera.checkpoint.config import CheckpointConfig, architecture_of
 from tessera.checkpoint.files import one_of, read_json
 from tessera.errors import CheckpointError, ConfigError
+from tessera.models.paddleocr_vl.config import BODY as PADDLEOCR_BODY
 from tessera.models.text.config import BODIES, TextSpec
 
 if TYPE_CHECKING:
@@ -73,6 +74,15 @@ MODELS = (
         processor="tessera.models.internvl.processor:QianfanOCR",
         vision_tower="tessera.models.internvl.vision:InternViT",
         vision_tensors=_INTERNVL_TENSORS,
+    ),
+    ModelSpec(
+        ("PaddleOCRVLForConditionalGeneration", "paddleocr_vl"),
+        read_config="tessera.models.paddleocr_vl.config:read",
+        processor="tessera.models.paddleocr_vl.processor:PaddleOcrVL",
+        vision_tower="tessera.models.paddleocr_vl.vision:PaddleOcrViT",
+        vision_tensors=r"(model\.)?(visual|projector)\.|mlp_AR\.",
+        mps_priority=1,
+        text_bodies=(PADDLEOCR_BODY,),
     ),
 )
 # Relatives of Qwen2-VL that are known and refused: what they have that its tower and body do not.

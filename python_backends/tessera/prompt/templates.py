@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -60,9 +61,10 @@ def template_renderer(source: str, tokenizer: Tokenizer, disguise: Disguise) -> 
     except TemplateError as error:
         raise CheckpointError(f"the checkpoint's chat template is not valid: {error}") from None
     names = {**tokenizer.special_names, "tools": None, "documents": None, "add_generation_prompt": True}
+    in_parts = _passes_over_plain_text(partial(template.render, strftime_now=datetime.now().strftime, **names))
 
     def render(messages: Sequence[Message]) -> str:
-        turns = [{"role": message.role, "content": _content(message)} for message in messages]
+        turns = [{"role": message.role, "content": _content(message, in_parts)} for message in messages]
         now = datetime.now().strftime
         try:
             rendered = template.render(messages=turns, strftime_now=now, **names)
@@ -88,12 +90,27 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _content(message: Message) -> Any:
-    if isinstance(message.content, str):
+_PROBE = "4f1d9a"
+
+
+def _passes_over_plain_text(render: Callable[..., str]) -> bool:
+    """Whether a template shows a content's text only where it is a part, as PaddleOCR-VL's: transformers then renders a
+    turn without its words, and nobody is told."""
+
+    def shown_as(content: Any) -> bool:
+        try:
+            return _PROBE in render(messages=[{"role": "user", "content": content}])
+        except Exception:  # what a template refuses is said when it is asked for
+            return False
+
+    return not shown_as(_PROBE) and shown_as([{"type": "text", "text": _PROBE}])
+
+
+def _content(message: Message, in_parts: bool) -> Any:
+    if isinstance(message.content, str) and not in_parts:
         return message.content
     return [
-        {"type": "image"} if isinstance(part, ImagePlace) else {"type": "text", "text": part}
-        for part in message.content
+        {"type": "image"} if isinstance(part, ImagePlace) else {"type": "text", "text": part} for part in message.parts
     ]
 
 

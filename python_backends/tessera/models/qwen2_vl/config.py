@@ -6,9 +6,10 @@ The text model's settings lie in ``text_config`` (newer savers) or in config.jso
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from tessera.checkpoint.config import CheckpointConfig, NameTable
@@ -152,25 +153,30 @@ def read_vision(
     return vision
 
 
-def check_processor(processor: Mapping[str, Any], vision: Any) -> None:
-    """Raises CheckpointError unless the image processor makes the patches that the tower takes.
+def check_processor(
+    processor: Mapping[str, Any], vision: Any, names: Sequence[str] = PROCESSORS, frames: int = 2
+) -> None:
+    """Raises CheckpointError unless the image processor is one of ``names`` and makes the patches that the tower takes.
 
     What it does not state is its own class's, and not the tower's.
     """
-    one_of(processor.get("image_processor_type", PROCESSORS[0]), PROCESSORS, "image_processor_type")
+    one_of(processor.get("image_processor_type", names[0]), names, "image_processor_type")
     one_of(processor.get("resample", PILLOW_BICUBIC), (PILLOW_BICUBIC,), "the image processor's resample")
     sizes = {
         "patch_size": (14, vision.patch_size),
         "merge_size": (2, vision.spatial_merge_size),
-        "temporal_patch_size": (2, vision.temporal_patch_size),
+        "temporal_patch_size": (frames, vision.temporal_patch_size),
     }
     for name, (default, size) in sizes.items():
         one_of(processor.get(name, default), (size,), f"with this vision_config, the image processor's {name}")
 
 
-def read_pixel_range(processor: Mapping[str, Any]) -> PixelRange:
-    """``min_pixels`` and ``max_pixels``, which go before ``size``; older savers use these names inside of it too."""
-    size = section({"size": _SIZE, **processor}, "size", "the image processor")
+def read_pixel_range(processor: Mapping[str, Any], default: Mapping[str, int] = MappingProxyType(_SIZE)) -> PixelRange:
+    """``min_pixels`` and ``max_pixels``, which go before ``size``; older savers use these names inside of it too.
+
+    ``default``: the ``size`` of a processor that states none.
+    """
+    size = section({"size": dict(default), **processor}, "size", "the image processor")
     for name in size:
         one_of(name, _SIZE_KEYS, "the image processor's size: key")
     least = processor.get("min_pixels", size.get("shortest_edge", size.get("min_pixels")))

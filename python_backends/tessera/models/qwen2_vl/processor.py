@@ -51,10 +51,12 @@ class Qwen2VL(ModelFamily):
     """Of any size. ``wire`` is (1, rows, columns) of patches: transformers' image_grid_thw; a video would have more
     frames than 1. A unit of cost is a group of patches, all patches of the group next to each other."""
 
-    user_tokens = (
+    user_tokens: tuple[str, ...] = (
         *("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>"),
         "<|quad_end|>",
     )
+    #: around a picture's rows, and in their place, where the tokenizer's file names no other
+    default_tokens = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
     cost_unit = "image tokens"
     policy_keys = ("tile_policy", "min_pixels", "max_pixels")
     reduce_hint = "lower max_pixels"
@@ -64,8 +66,9 @@ class Qwen2VL(ModelFamily):
         self.unit_shape = (self.merge, self.merge, self.patch, self.patch, 3)
         self.max_cost = config.text.max_position_embeddings
         self.image_token_id = config.image_token_id
-        self.image_token = read_token_names(config.folder).get("image_token", "<|image_pad|>")
-        self.control_tokens = ("<|vision_start|>", self.image_token, "<|vision_end|>")
+        begin, default, end = self.default_tokens
+        self.image_token = read_token_names(config.folder).get("image_token", default)
+        self.control_tokens = (begin, self.image_token, end)
         self._checkpoint_range: PixelRange = config.pictures
 
     @property

@@ -67,9 +67,9 @@ class Attention(nn.Module):
     def targets(self, prefix: str) -> dict[str, Target]:
         """What fills it, by names that begin with ``prefix``; the output's bias is as it is stored."""
         sides = ("qkv.weight", 0), ("qkv.bias", 0), ("output.weight", 1)
-        return {prefix + name: partial(self._fill, self.get_parameter(name), side) for name, side in sides}
+        return {prefix + name: partial(self.fill, self.get_parameter(name), side) for name, side in sides}
 
-    def _fill(self, weight: torch.Tensor, side: int, stored: torch.Tensor) -> None:
+    def fill(self, weight: torch.Tensor, side: int, stored: torch.Tensor) -> None:
         """``side``: the dimension along which the heads lie."""
         parts = weight.zero_().unflatten(side, (-1, self.head_size // 2)).narrow(side + 1, 0, self.stored_size // 2)
         whole = torch.empty_like(parts.flatten(side, side + 1))
