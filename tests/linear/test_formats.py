@@ -6,6 +6,8 @@ import pytest
 import torch
 from packers import FORMATS, quantize_folder
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
+from tiny_paddleocr_vl import as_published
+from tiny_paddleocr_vl import write_model as write_paddleocr_vl
 from tiny_qwen2_vl import flatten, write_model
 
 from tessera.engine.execution.model_runner import load_model
@@ -39,6 +41,12 @@ def qwen2_vl(tmp_path):
     return flatten(tmp_path)
 
 
+def paddleocr_vl(tmp_path):
+    sizes = dict(hidden_size=256, head_dim=64, num_attention_heads=4, intermediate_size=320, num_hidden_layers=1)
+    write_paddleocr_vl(tmp_path, text=sizes)
+    return as_published(tmp_path)
+
+
 def separate(found):
     """q, k and v, and gate and up, of one layer's W by module: as Qwen2, Qwen3 and Llama store them."""
     qkv = [found[f"self_attn.{part}_proj"] for part in "qkv"]
@@ -65,6 +73,7 @@ BODIES = {
     "qwen2, names of transformers 4.52": (native("qwen2", prefix="model."), separate),
     "phi3, original layout": (in_chat("phi3"), as_stored),
     "qwen2_vl, as published": (qwen2_vl, separate),
+    "paddleocr_vl, as published": (paddleocr_vl, separate),
     "internlm2, original layout": (internlm2, grouped),
 }
 

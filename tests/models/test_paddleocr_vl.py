@@ -1,4 +1,4 @@
-"""PaddleOCR-VL beside what every family must hold: its sizes, its grid of positions, its settings and its task prompts."""
+"""PaddleOCR-VL beside what every family must hold: its sizes, grid of positions, settings and task prompts."""
 
 from __future__ import annotations
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,7 +55,7 @@ TEXT = dict(
     max_position_embeddings=4096,
     rms_norm_eps=1e-5,
 )
-ROPE = {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [4, 6, 6]}
+ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 
 
 def write_folder(folder: Path, **processor: Any) -> Path:
@@ -74,8 +76,12 @@ def token_id(folder: Path, token: str) -> int:
     return found
 
 
-def model_config(folder: Path, tied: bool = False, bias: bool = False) -> PaddleOCRVLConfig:
-    text = {**TEXT, "rope_parameters": ROPE, "use_bias": bias, "eos_token_id": token_id(folder, "</s>")}
+def model_config(
+    folder: Path, tied: bool = False, bias: bool = False, text: Mapping[str, Any] = MappingProxyType({})
+) -> PaddleOCRVLConfig:
+    sizes = {**TEXT, **text}
+    rope = ROPE | {"mrope_section": [sizes["head_dim"] // 8, *[3 * sizes["head_dim"] // 16] * 2]}
+    text = {**sizes, "rope_parameters": rope, "use_bias": bias, "eos_token_id": token_id(folder, "</s>")}
     return PaddleOCRVLConfig(
         text_config=text | {"tie_word_embeddings": tied},
         vision_config=VISION,
@@ -85,9 +91,15 @@ def model_config(folder: Path, tied: bool = False, bias: bool = False) -> Paddle
     )
 
 
-def write_model(folder: Path, tied: bool = False, bias: bool = False, **processor: Any) -> Any:
-    """A folder with random weights, as transformers saves it, and the model."""
-    config = model_config(write_folder(folder, **processor), tied, bias)
+def write_model(
+    folder: Path,
+    tied: bool = False,
+    bias: bool = False,
+    text: Mapping[str, Any] = MappingProxyType({}),
+    **processor: Any,
+) -> Any:
+    """A folder with random weights, as transformers saves it, and the model; ``text``: what differs from TEXT."""
+    config = model_config(write_folder(folder, **processor), tied, bias, text)
     model = PaddleOCRVLForConditionalGeneration(config).eval()
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():

@@ -1,14 +1,17 @@
-"""Qwen2-VL checkpoints that we quantized: `transformers` reads them and says the same of a picture as our stages."""
+"""Checkpoints of Qwen2-VL and its relatives that we quantized: `transformers` reads them and says the same of a picture
+as our stages."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import quantize_fakes
+import tiny_paddleocr_vl
 import torch
 from safetensors.torch import load_file
 from tiny_qwen2_vl import LEAST, MOST, as_saved_by_4_52, picture, reference_processor, write_model
@@ -23,7 +26,9 @@ MERGER = {"model.visual.merger.mlp.0", "model.visual.merger.mlp.2"}
 
 
 @torch.inference_mode()
-def answers(folder: Path) -> tuple[list[int], list[int], int]:
+def answers(
+    folder: Path, reference_processor: Callable[..., Any] = reference_processor
+) -> tuple[list[int], list[int], int]:
     """The greedy tokens of our stages and of transformers about a picture, and how many weights it misses."""
     from transformers import AutoModelForImageTextToText
 
@@ -36,8 +41,8 @@ def answers(folder: Path) -> tuple[list[int], list[int], int]:
     (ours,) = quantize_fakes.greedy(folder, [prompt], TOKENS, prepared.positions)
 
     model, told = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    for module in model.model.visual.modules():
-        if isinstance(module, torch.nn.Linear):
+    for name, module in model.model.named_modules():
+        if isinstance(module, torch.nn.Linear) and not name.startswith("language_model."):
             # compressed-tensors 0.19 takes all rows of a matrix for one token; the tower's rows are a token each
             module.register_forward_pre_hook(lambda _, inputs: inputs[0][None])
             module.register_forward_hook(lambda _, inputs, output: output[0])
@@ -80,4 +85,27 @@ def test_transformers_says_the_same_of_a_picture(
     assert stored - scaled - {name for name in stored if "_proj.weight_" in name or name.endswith("_scale")} <= before
 
     ours, theirs, missed = answers(out)
+    assert ours == theirs and len(set(ours)) > 1 and missed == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "tied", "named"),
+    [
+        ("awq", {}, False, tiny_paddleocr_vl.as_published),
+        ("rtn", {"vision_fp8": True}, True, tiny_paddleocr_vl.as_saved_by_5),
+    ],
+)
+def test_transformers_says_the_same_of_an_element(
+    tmp_path: Path, method: str, changes: dict[str, Any], tied: bool, named: Callable[[Path], Path]
+) -> None:
+    """PaddleOCR-VL, whose tower stores q, k and v apart, and whose published names are not its modules'."""
+    source = tmp_path / "source"
+    tiny_paddleocr_vl.write_model(source, tied, min_pixels=LEAST, max_pixels=MOST)
+    pictures = quantize_fakes.labelled_folder(tmp_path / "pictures")
+    out = quantize_fakes.made(quantize_fakes.job(named(source), tmp_path / "out", pictures, method, **changes))
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert {"lm_head", "model.projector.linear_1", "model.projector.linear_2"} <= set(config["ignore"])
+    stored = {name for file in out.glob("*.safetensors") for name in load_file(file)}
+    assert len([name for name in stored if name.endswith("weight_scale")]) == 2 * 7 + 2 * 6 * ("vision_fp8" in changes)
+    ours, theirs, missed = answers(out, tiny_paddleocr_vl.reference_processor)
     assert ours == theirs and len(set(ours)) > 1 and missed == 0
