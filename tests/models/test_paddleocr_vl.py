@@ -15,6 +15,7 @@ from tiny_qwen2_vl import edit, picture
 from transformers import PaddleOCRVLConfig, PaddleOCRVLForConditionalGeneration
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import smart_resize as theirs_resized
 
+from tessera.engine.execution.model_runner import load_model
 from tessera.errors import CheckpointError, InvalidRequest
 from tessera.kernels.operands import AttentionPlan
 from tessera.kernels.tower_attention import attend_in_triton
@@ -25,6 +26,7 @@ from tessera.models.qwen2_vl.vision import PatchGraphs
 from tessera.models.registry import family_for, read_config
 from tessera.models.tower import load_tower, unfilled_tower
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
+from tessera.settings.stages import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = ROOT / "loadtest" / "shapes" / "paddleocr-vl-0.9b"
@@ -167,6 +169,15 @@ def test_what_transformers_has_not_is_refused(tmp_path: Path, changes: dict[str,
     read_config(as_published(tmp_path))
     with pytest.raises(CheckpointError, match=complaint):
         read_config(edit(tmp_path, **changes))
+
+
+def test_an_untied_head_is_wanted(tmp_path: Path) -> None:
+    """transformers ties it where config.json itself says that it is not, and says nothing."""
+    write_model(tmp_path, tied=True)
+    edit(as_published(tmp_path), tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match="lm_head.weight: missing"):
+        load_model(read_config(tmp_path), EngineConfig())
+    assert read_config(edit(tmp_path, tie_word_embeddings=True)).text.tie_word_embeddings
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,20 @@ def test_templates_that_refuse_or_fail(
         case.ours("look", images=images)
 
 
+def test_a_template_of_parts_is_given_parts(tmp_path: Path) -> None:
+    """One that passes over a plain text, whose words transformers loses; one that shows either way gets what it got."""
+    parts = "{% for c in messages[0]['content'] %}{% if c['type'] == 'text' %}{{ c['text'] }}{% endif %}{% endfor %}"
+    case = Case(folders.write_hf_folder(tmp_path, folders.byte_level(), parts))
+    assert case.theirs([{"role": "user", "content": "a socket"}]) == []
+    expected = case.theirs([{"role": "user", "content": [{"type": "text", "text": "a socket"}]}])
+    assert case.ours("a socket").input_ids.tolist() == expected != []
+    either = (
+        "{% set c = messages[0]['content'] %}{% if c is string %}as it is: {{ c }}{% else %}" + parts + "{% endif %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(either)
+    assert Case(tmp_path).ours("x").input_ids.tolist() == Case(tmp_path).theirs([{"role": "user", "content": "x"}])
+
+
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "chat_template.json"])
 def test_templates_in_json_files(tmp_path: Path, where: str) -> None:
     folders.write_hf_folder(tmp_path, folders.byte_level())
