@@ -25,8 +25,8 @@ from tessera_quantize.methods import Fp8Weight, Int4Weight, Recipe, to_fp8
 
 VERSION = "0.19.0"
 
-# The tower's linear layers, by our names; patch embedding, norms and projector stay as they are.
-_VISION = re.compile(r"layers\.\d+\.(?:attention\.(?:[qkv]_proj|qkv|output)|mlp\.linear[12])\.weight")
+# Of the tower's linear layers, by our names: patch embedding and projector stay as they are.
+_VISION = "layers."
 _EMBEDDINGS = ("embed_tokens", "tok_embeddings")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
 
@@ -42,7 +42,7 @@ def write(config: CheckpointConfig, layers: Sequence[Path], recipe: Recipe, visi
     rest = {name: tensor for name, tensor in rest.items() if name.rpartition(".")[0] not in modules}
     vision = []
     for name, ours in split_names(source.names(), config)["vision"].items() if vision_fp8 else ():
-        if _VISION.fullmatch(ours):
+        if ours.startswith(_VISION) and _is_linear(name, rest[name]):
             vision.append(name.removesuffix(".weight"))
             weight = rest.pop(name)
             made = stored_tensors(to_fp8(weight.float(), weight.dtype), symmetric=True)

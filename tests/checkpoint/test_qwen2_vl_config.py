@@ -105,8 +105,6 @@ def test_names_of_published_files_and_of_each_saver(tmp_path: Path, body: str, t
         ({"text_config": {"rope_scaling": ROPE | {"mrope_interleaved": True}}}, "'mrope_interleaved' is no setting"),
         ({"text_config": {"use_sliding_window": True}}, "use_sliding_window"),
         ({"vision_config": None}, "has no section 'vision_config'"),
-        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "'Qwen2_5_VL.*' is not supported: .*windows"),
-        ({"architectures": None, "model_type": "qwen2_5_vl"}, "'qwen2_5_vl' is not supported: .* within windows"),
         ({"architectures": ["Qwen3VLForConditionalGeneration"]}, "'Qwen3VL.*' is not supported: .*deepstack"),
         ({"architectures": ["Qwen3VLMoeForConditionalGeneration"]}, "'Qwen3VLMoe.*' is not supported: .*deepstack"),
     ],

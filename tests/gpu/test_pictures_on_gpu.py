@@ -1,9 +1,10 @@
-"""Pictures of any sizes on a GPU: every way of attention there, and Qwen2-VL's tower with what was measured."""
+"""Pictures of any sizes on a GPU: every way of attention there, and towers of the Qwens with what was measured."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from tiny_qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from vision.tiny_qwen2_vl_tower import config_of, groups, model_of, picture, save, wires
 
 from tessera.checkpoint.config import CheckpointConfig
@@ -15,7 +16,12 @@ from tessera.vision.runner import make_runner
 from tessera.vision.torch_runner import TorchRunner
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-MIXES = {"equal": [1024] * 3, "large": [5476], "mixed": [4, 1000, 4, 64, 333, 130, 2500]}
+MIXES = {
+    "equal": [1024] * 3,
+    "large": [5476],
+    "mixed": [4, 1000, 4, 64, 333, 130, 2500],
+    "windows": [64] * 81 + [16] * 18 + [4],  # of a picture of 74 x 74 patches
+}
 GRIDS = [(40, 40), (2, 2), (18, 26), (38, 22), (2, 30)]
 LEAST_COSINE = {"checkpoint": 0.999, "fp8": 0.99}
 
@@ -58,11 +64,11 @@ def test_our_kernels_in_a_graph_of_more_tiles(plan):
     assert rows[600:800].isnan().all()
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> CheckpointConfig:
+@pytest.fixture(scope="module", params=[QWEN2_VL, QWEN2_5_VL], ids=str)
+def config(request, tmp_path_factory: pytest.TempPathFactory) -> CheckpointConfig:
     folder = tmp_path_factory.mktemp("tiny")
-    save(model_of(), folder)
-    return config_of(folder)
+    save(model_of(kind=request.param), folder)
+    return config_of(folder, request.param)
 
 
 def pixels() -> torch.Tensor:

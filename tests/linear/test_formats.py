@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from packers import FORMATS, quantize_folder
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 from tiny_paddleocr_vl import as_published
 from tiny_paddleocr_vl import write_model as write_paddleocr_vl
-from tiny_qwen2_vl import flatten, write_model
+from tiny_qwen2_vl import QWEN2_5_VL, QWEN2_VL, flatten, write_model
 
 from tessera.engine.execution.model_runner import load_model
 from tessera.models.registry import read_config
@@ -35,9 +37,9 @@ def native(text, **options):
     return lambda tmp_path: hf_native(tmp_path / text, Shape(text=text, **SHAPE), **options)
 
 
-def qwen2_vl(tmp_path):
+def qwen2_vl(tmp_path, kind=QWEN2_VL):
     sizes = dict(hidden_size=256, num_attention_heads=4, intermediate_size=320, num_hidden_layers=1)
-    write_model(tmp_path, sizes)
+    write_model(tmp_path, sizes, kind=kind)
     return flatten(tmp_path)
 
 
@@ -73,6 +75,7 @@ BODIES = {
     "qwen2, names of transformers 4.52": (native("qwen2", prefix="model."), separate),
     "phi3, original layout": (in_chat("phi3"), as_stored),
     "qwen2_vl, as published": (qwen2_vl, separate),
+    "qwen2_5_vl, as published": (partial(qwen2_vl, kind=QWEN2_5_VL), separate),
     "paddleocr_vl, as published": (paddleocr_vl, separate),
     "internlm2, original layout": (internlm2, grouped),
 }

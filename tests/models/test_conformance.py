@@ -36,9 +36,8 @@ from models.conformance import (
 )
 from PIL import Image
 from tiny_checkpoints import Shape, hf_native
-from tiny_qwen2_vl import GROUP, LEAST, MOST, picture
+from tiny_qwen2_vl import GROUP, LEAST, MOST, QWEN2_5_VL, QWEN2_VL, Kind, picture
 from transformers.models.paddleocr_vl.modeling_paddleocr_vl import PaddleOCRVLModel
-from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 from vision.tiny_qwen2_vl_tower import PATCH, config_of
 
 from tessera.kernels import tower_layers
@@ -94,8 +93,8 @@ def write_qianfan(folder: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def write_qwen2_vl(folder: Path, tied: bool = False, flat: bool = False) -> Any:
-    model = tiny_qwen2_vl.write_model(folder, tied=tied, min_pixels=LEAST, max_pixels=MOST)
+def write_qwen2_vl(folder: Path, tied: bool = False, flat: bool = False, kind: Kind = QWEN2_VL) -> Any:
+    model = tiny_qwen2_vl.write_model(folder, tied=tied, kind=kind, min_pixels=LEAST, max_pixels=MOST)
     if flat:
         tiny_qwen2_vl.flatten(folder)
     return model
@@ -146,13 +145,13 @@ def internvl_reference(processor: Any) -> Reference:
     return theirs
 
 
-def qwen2_vl_reference(folder: Path) -> Reference:
+def qwen2_vl_reference(folder: Path, kind: Kind) -> Reference:
     with torch.device("meta"):
-        model = Qwen2VLModel(tiny_qwen2_vl.model_config())
+        model = kind.model(tiny_qwen2_vl.model_config(kind=kind)).model
 
     def theirs(messages: list[dict[str, Any]], images: list[Image.Image], asked: Mapping[str, Any]) -> Expected:
         bounds = asked.get("min_pixels", LEAST), asked.get("max_pixels", MOST)
-        processor = tiny_qwen2_vl.reference_processor(folder, *bounds)
+        processor = tiny_qwen2_vl.reference_processor(folder, *bounds, kind)
         prompt = processor.apply_chat_template(messages, add_generation_prompt=True)
         output = processor(images=images or None, text=prompt, return_tensors="pt")
         ids, grids = output["input_ids"], output.get("image_grid_thw", torch.empty((0, 3), dtype=torch.long))
@@ -209,13 +208,14 @@ CASES = {
     ),
     "qianfan_ocr": Case(write_qianfan, TILES, tiles),
     **{
-        f"qwen2_vl, {'tied' if tied else 'untied'}, {'flat' if flat else 'nested'}": Case(
-            partial(write_qwen2_vl, tied=tied, flat=flat),
+        f"{kind.layout}, {'tied' if tied else 'untied'}, {'flat' if flat else 'nested'}": Case(
+            partial(write_qwen2_vl, tied=tied, flat=flat, kind=kind),
             PATCHES,
             patches,
             kinds=True,
             engine=PREFILL_IN_PARTS,
         )
+        for kind in (QWEN2_VL, QWEN2_5_VL)
         for tied, flat in ((False, False), (True, True))
     },
     **{
@@ -229,13 +229,17 @@ CASES = {
         }.items()
     },
 }
+RELATIVES = {kind.layout: kind for kind in (QWEN2_VL, QWEN2_5_VL)}
 FAMILIES: dict[str, Callable[[Path], Any]] = {
     "internvl": write_internvl,
     "qianfan_ocr": write_qianfan,
-    "qwen2_vl": write_qwen2_vl,
+    **{name: partial(write_qwen2_vl, kind=kind) for name, kind in RELATIVES.items()},
     "paddleocr_vl": write_paddleocr_vl,
 }
-REFERENCES = {"qwen2_vl": qwen2_vl_reference, "paddleocr_vl": paddleocr_vl_reference}
+REFERENCES: dict[str, Callable[[Path], Reference]] = {
+    **{name: partial(qwen2_vl_reference, kind=kind) for name, kind in RELATIVES.items()},
+    "paddleocr_vl": paddleocr_vl_reference,
+}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -349,7 +353,7 @@ WITHIN = partial(attend_in_triton, plan=AttentionPlan(rows=32, tokens=16, warps=
 
 @pytest.mark.parametrize(
     ("family", "chosen"),
-    [("internvl", {"epilogue": True}), *product((*TOWERS, "qwen2_vl", "paddleocr_vl"), ({}, {"fp8": True}))],
+    [("internvl", {"epilogue": True}), *product((*TOWERS, *RELATIVES, "paddleocr_vl"), ({}, {"fp8": True}))],
     ids=str,
 )
 def test_the_kernels_of_a_gpu_give_the_same_rows(
@@ -369,7 +373,7 @@ def test_the_kernels_of_a_gpu_give_the_same_rows(
         )
     wires = [(2, 1, 2)]
     if family not in TOWERS:
-        wires, chosen = [(1, 6, 4), (1, 2, 2), (1, 8, 6)], chosen | {"within": WITHIN}
+        wires, chosen = [(1, 6, 4), (1, 2, 2), (1, 8, 10)], chosen | {"within": WITHIN}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_kernels(tmp_path, wires, device, **chosen)
 
@@ -388,20 +392,24 @@ def test_activations_are_estimated_from_above(tmp_path: Path, which: str, dtype:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dtype"),
+    ("kind", "sizes", "dtype"),
     [
-        ({}, "float32"),
-        ({}, "bfloat16"),
-        (dict(embed_dim=32), "float32"),
-        (dict(embed_dim=320, num_heads=4), "bfloat16"),
+        (QWEN2_VL, dict(mlp_ratio=4), "float32"),
+        (QWEN2_VL, dict(mlp_ratio=4), "bfloat16"),
+        (QWEN2_VL, dict(mlp_ratio=4, embed_dim=32), "float32"),
+        (QWEN2_VL, dict(mlp_ratio=4, embed_dim=320, num_heads=4), "bfloat16"),
+        (QWEN2_5_VL, dict(intermediate_size=428), "float32"),
+        (QWEN2_5_VL, dict(intermediate_size=428), "bfloat16"),
+        (QWEN2_5_VL, dict(intermediate_size=28, hidden_size=32), "float32"),
     ],
+    ids=str,
 )
 @pytest.mark.parametrize("grids", [[(40, 40)], [(10, 10)] * 8 + [(40, 20)]], ids=["one picture", "nine"])
 def test_activations_are_in_proportion_to_the_patches(
-    tmp_path: Path, sizes: dict[str, int], dtype: str, grids: list[tuple[int, int]]
+    tmp_path: Path, kind: Kind, sizes: dict[str, int], dtype: str, grids: list[tuple[int, int]]
 ) -> None:
     pixels, wires = torch.zeros(400, 2, 2, PATCH, PATCH, 3, dtype=torch.uint8), [(1, *grid) for grid in grids]
-    check_memory(config_of(tmp_path, mlp_ratio=4, **sizes), dtype, pixels, wires, 1.5, random_weights=True)
+    check_memory(config_of(tmp_path, kind, **sizes), dtype, pixels, wires, 1.5, random_weights=True)
 
 
 @pytest.mark.parametrize(("heads", "dtype"), [(2, "float32"), (2, "bfloat16"), (4, "bfloat16")])

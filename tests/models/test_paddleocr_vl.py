@@ -104,7 +104,7 @@ def test_the_grid_of_positions_is_stretched_as_transformers_does(written: tuple[
 def test_graphs_give_the_rows_of_the_plain_forward(folder: Path) -> None:
     pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
     tower: PaddleOcrViT = load_tower(read_config(folder))
-    graphs = PatchGraphs(tower, torch.device("cpu"), [48, 128], AttentionPlan(32, 16, 4, 2), PLAIN, tower)
+    graphs = PatchGraphs(tower, torch.device("cpu"), [48, 128], [AttentionPlan(32, 16, 4, 2)], PLAIN, tower)
     for grids in ([(8, 14)], [(2, 2)], [(6, 4), (2, 2), (4, 14)]):  # what lies in the buffers must not matter
         wires = [(1, *grid) for grid in grids]
         expected = tower(pixels(grids), wires)

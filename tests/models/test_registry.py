@@ -89,10 +89,13 @@ def test_an_entry_point_that_cannot_be_used_is_named(install, value: str, code: 
         models()
 
 
-def test_a_refused_family_is_refused_with_the_reason_and_what_there_is(tmp_path: Path) -> None:
-    write(tmp_path, "config.json", {"model_type": "qwen2_5_vl"})
+def test_a_refused_family_is_refused_with_the_reason_and_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry._REFUSED, "a_relative", "its tower does else")
+    write(tmp_path, "config.json", {"model_type": "a_relative"})
     with pytest.raises(
-        CheckpointError, match=r"architecture 'qwen2_5_vl' is not supported: .*windows; supported are .*internvl"
+        CheckpointError, match=r"'a_relative' is not supported: its tower does else; supported are .*internvl"
     ):
         read_config(tmp_path)
     assert vision_tensors(tmp_path) == vision_tensors(tmp_path / "none") == "(?!)"

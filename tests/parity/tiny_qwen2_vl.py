@@ -1,10 +1,11 @@
-"""Small folders of Qwen2-VL, their template as the published one, and what transformers makes of chats."""
+"""Small folders of Qwen2-VL and Qwen2.5-VL, their template as published, and what transformers makes of chats."""
 
 from __future__ import annotations
 
 import io
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +16,14 @@ from checkpoints import StillQwen2VL
 from models import checkpoint_folders as folders
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 # As the model's authors describe theirs (no published file was read): it numbers pictures where it is asked to.
@@ -38,7 +46,6 @@ TOKENS = [
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|object_ref_start|>"),
     *("<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>"),
 ]
-VISION = dict(depth=1, embed_dim=32, num_heads=2, mlp_ratio=2, hidden_size=64)
 TEXT = dict(
     vocab_size=432,
     hidden_size=64,
@@ -55,7 +62,49 @@ LEAST, MOST = 4 * GROUP, 40 * GROUP
 ROPE = {"type": "mrope", "mrope_section": [2, 3, 3]}
 
 
-def write_folder(folder: Path, **processor: Any) -> Path:
+class StillQwen2_5VL(Qwen2_5_VLProcessor):
+    get_attributes = StillQwen2VL.get_attributes
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """A relative: transformers' classes, a tiny tower, and what that calls the width of its rows."""
+
+    layout: str
+    config: type[Any]
+    model: type[Any]
+    processor: type[Any]
+    vision: Mapping[str, Any]
+    rows: str
+
+    @property
+    def architecture(self) -> str:
+        return self.model.__name__
+
+    def __str__(self) -> str:
+        return self.layout
+
+
+QWEN2_VL = Kind(
+    "qwen2_vl",
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    StillQwen2VL,
+    dict(depth=1, embed_dim=32, num_heads=2, mlp_ratio=2),
+    "hidden_size",
+)
+# Inner rows that are no multiple of 16, and a layer of either attention.
+QWEN2_5_VL = Kind(
+    "qwen2_5_vl",
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    StillQwen2_5VL,
+    dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=44, fullatt_block_indexes=[1]),
+    "out_hidden_size",
+)
+
+
+def write_folder(folder: Path, kind: Kind = QWEN2_VL, **processor: Any) -> Path:
     """Without weights; ``processor``: what preprocessor_config.json states beside the class."""
     tokenizer = folders.byte_level(folders.QWEN2_WORDS, TOKENS)
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,11 +117,17 @@ def write_folder(folder: Path, **processor: Any) -> Path:
         {"image_processor_type": "Qwen2VLImageProcessor", "merge_size": 2} | processor,
     )
     config = {
-        "architectures": ["Qwen2VLForConditionalGeneration"],
-        "model_type": "qwen2_vl",
+        "architectures": [kind.architecture],
+        "model_type": kind.layout,
         "image_token_id": tokenizer.token_to_id("<|image_pad|>"),
-        "text_config": {**TEXT, "model_type": "qwen2_vl_text", "rope_theta": 1e6, "rope_scaling": ROPE},
-        "vision_config": {**VISION, "in_chans": 3, "spatial_patch_size": 14, "model_type": "qwen2_vl"},
+        "text_config": {**TEXT, "model_type": f"{kind.layout}_text", "rope_theta": 1e6, "rope_scaling": ROPE},
+        "vision_config": {
+            **kind.vision,
+            kind.rows: TEXT["hidden_size"],
+            "in_chans": 3,
+            "spatial_patch_size": 14,
+            "model_type": kind.layout,
+        },
     }
     folders.write(folder, "config.json", config)
     return folder
@@ -112,22 +167,25 @@ def flatten(folder: Path) -> Path:
     return folder
 
 
-def model_config(text: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Qwen2VLConfig:
+def model_config(text: Mapping[str, Any] = MappingProxyType({}), kind: Kind = QWEN2_VL, **changes: Any) -> Any:
     sizes = {**TEXT, **text}
     half = sizes["hidden_size"] // sizes["num_attention_heads"] // 2
     sections = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
-    vision = VISION | {"hidden_size": sizes["hidden_size"]}
-    return Qwen2VLConfig(text_config={**sizes, "rope_parameters": rope}, vision_config=vision, **changes)
+    vision = {**kind.vision, kind.rows: sizes["hidden_size"]}
+    return kind.config(text_config={**sizes, "rope_parameters": rope}, vision_config=vision, **changes)
 
 
 def write_model(
-    folder: Path, text: Mapping[str, Any] = MappingProxyType({}), tied: bool = False, **processor: Any
+    folder: Path,
+    text: Mapping[str, Any] = MappingProxyType({}),
+    tied: bool = False,
+    kind: Kind = QWEN2_VL,
+    **processor: Any,
 ) -> Any:
     """A folder with random weights, as transformers saves it, and the model; ``text``: what differs from TEXT."""
-    raw = json.loads((write_folder(folder, **processor) / "config.json").read_text())
-    config = model_config(text, tie_word_embeddings=tied, image_token_id=raw["image_token_id"])
-    model = Qwen2VLForConditionalGeneration(config).eval()
+    raw = json.loads((write_folder(folder, kind, **processor) / "config.json").read_text())
+    model = kind.model(model_config(text, kind, tie_word_embeddings=tied, image_token_id=raw["image_token_id"])).eval()
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
         parameter.data.normal_(1.0 if "norm" in name or "ln_q" in name else 0.0, 0.2, generator=generator)
@@ -144,8 +202,8 @@ def picture(width: int, height: int, seed: int) -> tuple[bytes, Image.Image]:
     return stream.getvalue(), image
 
 
-def reference_processor(folder: Path, min_pixels: int, max_pixels: int) -> StillQwen2VL:
+def reference_processor(folder: Path, min_pixels: int, max_pixels: int, kind: Kind = QWEN2_VL) -> Any:
     """transformers' own, with its Pillow image processor."""
     size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    return StillQwen2VL(Qwen2VLImageProcessorPil(size=size), tokenizer, None, chat_template=TEMPLATE)
+    return kind.processor(Qwen2VLImageProcessorPil(size=size), tokenizer, None, chat_template=TEMPLATE)

@@ -14,14 +14,31 @@ import quantize_fakes
 import tiny_paddleocr_vl
 import torch
 from safetensors.torch import load_file
-from tiny_qwen2_vl import LEAST, MOST, as_saved_by_4_52, picture, reference_processor, write_model
+from tiny_qwen2_vl import (
+    LEAST,
+    MOST,
+    QWEN2_5_VL,
+    QWEN2_VL,
+    Kind,
+    as_saved_by_4_52,
+    picture,
+    reference_processor,
+    write_model,
+)
 
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.pictures import VisionItem
 
 TOKENS = 8
-TOWER = {f"model.visual.blocks.0.{name}" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
+TOWER = {
+    QWEN2_VL: {f"model.visual.blocks.0.{name}" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")},
+    QWEN2_5_VL: {
+        f"model.visual.blocks.{block}.{name}"
+        for block in range(2)
+        for name in ("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    },
+}
 MERGER = {"model.visual.merger.mlp.0", "model.visual.merger.mlp.2"}
 
 
@@ -56,32 +73,36 @@ def answers(
 
 
 @pytest.mark.parametrize(
-    ("method", "changes", "tied", "saved"),
+    ("kind", "method", "changes", "tied", "saved"),
     [
-        ("awq", {}, False, "5"),
-        ("gptq", {"symmetric": True}, True, "5"),
-        ("rtn", {"vision_fp8": True}, False, "4.52"),
-        ("fp8", {"vision_fp8": True}, False, "5"),
+        (QWEN2_VL, "awq", {}, False, "5"),
+        (QWEN2_VL, "gptq", {"symmetric": True}, True, "5"),
+        (QWEN2_VL, "rtn", {"vision_fp8": True}, False, "4.52"),
+        (QWEN2_VL, "fp8", {"vision_fp8": True}, False, "5"),
+        (QWEN2_5_VL, "awq", {}, True, "4.52"),
+        (QWEN2_5_VL, "gptq", {"vision_fp8": True}, False, "5"),
+        (QWEN2_5_VL, "fp8", {"vision_fp8": True}, False, "5"),
     ],
+    ids=str,
 )
 def test_transformers_says_the_same_of_a_picture(
-    tmp_path: Path, method: str, changes: dict[str, Any], tied: bool, saved: str
+    tmp_path: Path, kind: Kind, method: str, changes: dict[str, Any], tied: bool, saved: str
 ) -> None:
-    source = tmp_path / "source"
-    write_model(source, tied=tied, min_pixels=LEAST, max_pixels=MOST)
+    source, tower = tmp_path / "source", TOWER[kind]
+    write_model(source, tied=tied, kind=kind, min_pixels=LEAST, max_pixels=MOST)
     if saved == "4.52":
         as_saved_by_4_52(source)
     pictures = quantize_fakes.labelled_folder(tmp_path / "pictures")
     out = quantize_fakes.made(quantize_fakes.job(source, tmp_path / "out", pictures, method, **changes))
     config = json.loads((out / "config.json").read_text())["quantization_config"]
-    others = MERGER if "vision_fp8" in changes else TOWER | MERGER
+    others = MERGER if "vision_fp8" in changes else tower | MERGER
     assert set(config["ignore"]) == others | {"lm_head"}
     if "vision_fp8" in changes and method != "fp8":
-        assert set(config["config_groups"]["group_1"]["targets"]) == TOWER
+        assert set(config["config_groups"]["group_1"]["targets"]) == tower
     stored = {name for file in out.glob("*.safetensors") for name in load_file(file)}
     scaled = {name.removesuffix("_scale") for name in stored if name.endswith("weight_scale")}
     before = set(load_file(source / "model.safetensors"))
-    assert scaled <= before and len(scaled) == 2 * 7 + 4 * ("vision_fp8" in changes)
+    assert scaled <= before and len(scaled) == 2 * 7 + len(tower) * ("vision_fp8" in changes)
     assert stored - scaled - {name for name in stored if "_proj.weight_" in name or name.endswith("_scale")} <= before
 
     ours, theirs, missed = answers(out)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
+from tiny_qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tiny_qwen2_vl_tower import config_of, model_of, save
 
 from tessera.errors import CheckpointError, ConfigError
@@ -29,6 +30,7 @@ LINEARS = {
     "hf_native": r"vision_tower\..*(_proj|projection_layer|fc[12])\.weight|multi_modal_projector\.linear_[12]\.weight",
     "internvl_chat": r"vision_model\.encoder\..*(qkv|proj|fc[12])\.weight|mlp1\.[13]\.weight",
     "qwen2_vl": r"model\.visual\.(blocks\..*(qkv|proj|fc[12])|merger\.mlp\.[02])\.weight",
+    "qwen2_5_vl": r"model\.visual\.(blocks\..*(qkv|proj)|merger\.mlp\.[02])\.weight",  # gate_proj and so on
 }
 
 
@@ -36,9 +38,10 @@ LINEARS = {
 def folder(request, tmp_path):
     if request.param == "hf_native":
         return hf_native(tmp_path / "native", Shape(**SMALL))
-    if request.param == "qwen2_vl":
-        save(model_of(), config_of(tmp_path / "qwen2_vl").folder)
-        return tmp_path / "qwen2_vl"
+    for kind in (QWEN2_VL, QWEN2_5_VL):
+        if request.param == kind.layout:
+            save(model_of(kind=kind, depth=2), config_of(tmp_path / kind.layout, kind, depth=2).folder)
+            return tmp_path / kind.layout
     return as_internvl_chat(hf_native(tmp_path / "native", Shape(text="llama", **SMALL)), tmp_path / "chat")
 
 
@@ -81,7 +84,7 @@ def counting(shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_weights_are_the_codes_times_their_scales(folder, dtype):
     stored, plain = store_in_fp8(folder, dtype=dtype)
-    assert len(stored) == 2 * (2 * (6 if "native" in folder.name else 4) + 2)
+    assert len(stored) == 2 * (2 * {"native": 6, "qwen2_5_vl": 5}.get(folder.name, 4) + 2)
     found, expected = (load_tower(read_config(each)).state_dict() for each in (folder, plain))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -147,7 +150,7 @@ def test_a_projector_left_as_it_was_stays_so(folder):
 
 
 def test_where_only_some_layers_are_in_fp8_all_run_dequantized(folder):
-    stored, plain = store_in_fp8(folder, only=r".*\.0\..*fc1.*|.*layer\.0.*fc1.*")
+    stored, plain = store_in_fp8(folder, only=r".*\.0\..*(fc1|down_proj).*|.*layer\.0.*fc1.*")
     assert len(stored) == 2
     runner, _ = load_runner(read_config(folder), VisionSettings())
     expected, _ = load_runner(read_config(plain), VisionSettings())
@@ -167,7 +170,7 @@ def test_where_only_some_layers_are_in_fp8_all_run_dequantized(folder):
 def test_weights_and_scales_that_do_not_belong_together_are_named(folder, change, message):
     stored, _ = store_in_fp8(folder)
     tensors = load_file(folder / "model.safetensors")
-    change(tensors, next(name for name in stored if "fc1" in name and name.endswith("weight")))
+    change(tensors, next(name for name in stored if re.search("fc1|down_proj", name) and name.endswith("weight")))
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
         load_tower(read_config(folder))

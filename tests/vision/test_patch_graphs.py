@@ -7,6 +7,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from tiny_qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tiny_qwen2_vl_tower import config_of, groups, picture, wires
 
 from tessera.kernels.operands import AttentionPlan
@@ -25,9 +26,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PLAN = AttentionPlan(rows=32, tokens=16, warps=4, stages=2)
 
 
-@pytest.fixture(scope="module")
-def tower(tmp_path_factory):
-    return load_tower(config_of(tmp_path_factory.mktemp("tiny")), random_weights=True).to(DEVICE)
+@pytest.fixture(scope="module", params=[QWEN2_VL, QWEN2_5_VL], ids=str)
+def tower(request, tmp_path_factory):
+    return load_tower(config_of(tmp_path_factory.mktemp("tiny"), request.param), random_weights=True).to(DEVICE)
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def graphs(tower, asked) -> PatchGraphs:
         return tower(pixels, wires)
 
     with torch.inference_mode():
-        return PatchGraphs(tower, DEVICE, [48, 128], PLAN, PLAIN, otherwise)
+        return PatchGraphs(tower, DEVICE, [48, 128], [PLAN] * len(tower.reaches), PLAIN, otherwise)
 
 
 def pixels(grids) -> torch.Tensor:
@@ -57,6 +58,8 @@ def pixels(grids) -> torch.Tensor:
         ([(6, 8)], []),  # as large as its graph
         ([(6, 4), (2, 2), (8, 6)], []),
         ([(8, 16)], []),
+        ([(10, 12)], []),  # windows of four sizes
+        ([(10, 2)] * 6, []),  # for so few patches the most windows, of 16 and 4
         ([(2, 2)] * 32, []),
         ([(10, 14)], [140]),  # larger than the largest graph
         ([(2, 2)] * 65, [260]),
@@ -98,18 +101,21 @@ def test_attention_is_chosen_for_pictures_of_one_size_and_for_others(tower, tmp_
     choices = Scripted(tmp_path / "choices.json")
     forward = deepcopy(tower).bfloat16().tuned(60, choices)  # too little for a graph
     kernels = forward.keywords["kernels"]
-    equal, mixed = choices.asked
-    for question in (equal, mixed):
-        for named in ("240 patches", "2 heads of 80", "torch.bfloat16", "some card", f"kernels {kernels_version()}"):
+    kinds = [(kind, reach.name) for reach in reversed(tower.reaches) for kind in ("equal", "mixed")]
+    for (question, ways), (kind, name) in zip(choices.asked.items(), kinds, strict=True):
+        told = f"within {kind} {name}", "2 heads of 80", "torch.bfloat16", "some card", f"kernels {kernels_version()}"
+        for named in told:
             assert named in question
-    assert {"cudnn", "flash"} <= set(choices.asked[equal]) and "cudnn" not in choices.asked[mixed]
+        assert ("cudnn" in ways) is ("flash" in ways) is (kind == "equal")
     built = []
     monkeypatch.setattr("tessera.kernels.tower_attention.query_tiles", lambda *_: built.append(_) or [])
     monkeypatch.setattr("tessera.kernels.tower_attention.to_device", lambda values, device: values)
-    kernels.attend_within([16, 16], DEVICE)
+    for lengths in ([16, 16], [400, 400]):
+        kernels.attend_within(lengths, DEVICE)
     assert not built
-    kernels.attend_within([16, 20], DEVICE)
-    assert len(built) == 1
+    for lengths in ([16, 20], [400, 8000]):
+        kernels.attend_within(lengths, DEVICE)
+    assert len(built) == 2
 
 
 def test_a_runner_of_graphs_has_its_kernels_measured_where_there_are_none(tmp_path, monkeypatch):

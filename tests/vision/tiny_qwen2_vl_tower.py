@@ -1,4 +1,4 @@
-"""Folders with a tiny vision tower of Qwen2-VL alone, pictures for it, and what transformers makes of them."""
+"""Folders with a tiny tower of Qwen2-VL or Qwen2.5-VL alone, pictures for it, and what transformers makes of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLConfig, Qwen2VLVisionConfig
+from tiny_qwen2_vl import QWEN2_5_VL, QWEN2_VL, Kind
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from tessera.checkpoint.config import CheckpointConfig
@@ -17,22 +18,34 @@ from tessera.checkpoint.normalization import CLIP_MEAN, CLIP_STD
 from tessera.models.registry import read_config
 
 PATCH = 14
-ARCHITECTURE = "Qwen2VLForConditionalGeneration"
 ROPE = {"rope_type": "default", "mrope_section": [4, 4, 4]}
-TINY = dict(depth=2, embed_dim=160, num_heads=2, hidden_size=48, mlp_ratio=2, patch_size=PATCH)  # heads of 80
+TINY = {  # heads of 80
+    QWEN2_VL: dict(depth=2, embed_dim=160, num_heads=2, hidden_size=48, mlp_ratio=2, patch_size=PATCH),
+    QWEN2_5_VL: dict(
+        depth=3,
+        hidden_size=160,
+        num_heads=2,
+        out_hidden_size=48,
+        intermediate_size=300,
+        patch_size=PATCH,
+        fullatt_block_indexes=[1],
+    ),
+}
+TOWERS = {QWEN2_VL: Qwen2VisionTransformerPretrainedModel, QWEN2_5_VL: Qwen2_5_VisionTransformerPretrainedModel}
 
 
-def model_of(seed: int = 0, **sizes: Any) -> Qwen2VisionTransformerPretrainedModel:
-    model = Qwen2VisionTransformerPretrainedModel(Qwen2VLVisionConfig(**TINY | sizes)).eval()
+def model_of(seed: int = 0, kind: Kind = QWEN2_VL, **sizes: Any) -> torch.nn.Module:
+    vision = kind.config.sub_configs["vision_config"](**TINY[kind] | sizes)
+    model = TOWERS[kind](vision).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.data.normal_(1.0 if "norm" in name or "ln_q" in name else 0.0, 0.1, generator=generator)
     return model
 
 
-def config_of(folder: Path, **sizes: Any) -> CheckpointConfig:
+def config_of(folder: Path, kind: Kind = QWEN2_VL, **sizes: Any) -> CheckpointConfig:
     text = dict(hidden_size=48, num_attention_heads=2, num_key_value_heads=1, rope_parameters=ROPE)
-    config = Qwen2VLConfig(vision_config=TINY | sizes, text_config=text, architectures=[ARCHITECTURE])
+    config = kind.config(vision_config=TINY[kind] | sizes, text_config=text, architectures=[kind.architecture])
     config.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps({"patch_size": config.vision_config.patch_size}))
     return read_config(folder)

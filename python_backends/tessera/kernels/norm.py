@@ -29,7 +29,7 @@ def add_rms_norm(
     eps: float,
     fp8: bool = False,
 ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
-    """x and residual [n, size], weight [size], all contiguous, of one dtype -> (normalised [n, size], residual).
+    """x and residual [..., size], weight [size], all contiguous, of one dtype -> (normalised [..., size], residual).
 
     ``residual += x`` happens in place and is rounded to the dtype, as ``residual.add_(x)``; without a residual, x is
     the one returned. Statistics are float32; the normalised value is rounded to the dtype before it meets the weight.
@@ -47,7 +47,7 @@ def add_rms_norm(
             parts = len(x)
         else:
             x, x_scales, scales, bias = x
-    n, size = x.shape[-2:]
+    size = x.shape[-1]
     if size > MAX_SIZE:
         raise ValueError(f"add_rms_norm: rows of at most {MAX_SIZE} values, not {size}")
     if not (x.is_contiguous() and (residual is None or residual.is_contiguous())):
@@ -55,7 +55,7 @@ def add_rms_norm(
     total = x if residual is None else residual
     rows = empty_like(total, fp8)
     block = triton.next_power_of_2(size)
-    if n:
+    if n := total.numel() // size:
         options = {"SPLITS": parts, "BLOCK": block, "num_warps": _warps(n, block, parts), **early_launch(x.device)}
         _add_rms_norm[(n,)](x, x_scales, scales, bias, residual, weight, *rows, size, eps, **options)
     return rows_or_tensor(*rows), total
@@ -173,9 +173,13 @@ def add_layer_norm(
 def add_and_norm(
     x: torch.Tensor, update: torch.Tensor | None, norm: nn.Module, fp8: bool = False
 ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
-    """:func:`add_layer_norm` where the norm is one and its rows fit, else the twin."""
-    if isinstance(norm, nn.LayerNorm) and x.shape[-1] <= MAX_SIZE:
-        return add_layer_norm(x, update, norm.weight, norm.bias, norm.eps, fp8)
+    """:func:`add_layer_norm` or :func:`add_rms_norm`, whichever the norm is, where its rows fit; else the twin."""
+    if x.shape[-1] <= MAX_SIZE:
+        if isinstance(norm, nn.LayerNorm):
+            return add_layer_norm(x, update, norm.weight, norm.bias, norm.eps, fp8)
+        if isinstance(norm, nn.RMSNorm) and norm.eps is not None:
+            added, stream = (x, None) if update is None else (update, x)
+            return add_rms_norm(added, stream, norm.weight, norm.eps, fp8)
     return reference.add_and_norm(x, update, norm)
 
 

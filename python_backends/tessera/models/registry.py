@@ -84,12 +84,18 @@ MODELS = (
         mps_priority=1,
         text_bodies=(PADDLEOCR_BODY,),
     ),
+    ModelSpec(
+        ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"),
+        read_config="tessera.models.qwen2_5_vl.config:read",
+        processor="tessera.models.qwen2_vl.processor:Qwen2VL",
+        vision_tower="tessera.models.qwen2_5_vl.vision:Qwen2_5ViT",
+        vision_tensors=r"(model\.)?visual\.",
+        mps_priority=1,
+    ),
 )
 # Relatives of Qwen2-VL that are known and refused: what they have that its tower and body do not.
-_WINDOWS = "its vision tower attends within windows"
 _DEEPSTACK = "its vision tower also feeds the first layers of the language model (deepstack)"
 _REFUSED = {
-    **dict.fromkeys(("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"), _WINDOWS),
     **dict.fromkeys(("qwen3_vl", "Qwen3VLForConditionalGeneration"), _DEEPSTACK),
     **dict.fromkeys(("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"), _DEEPSTACK),
 }

@@ -25,6 +25,10 @@ Forward = Callable[..., torch.Tensor]
 Wires = Sequence[tuple[int, int, int]]
 
 
+#: how the names of linear layers end that are parts of one here, and that one's
+_STORED_APART = {r"[qkv]_proj$": "qkv", r"(?:gate|up)_proj$": "gate_up"}
+
+
 class Tower(torch.nn.Module):
     """The pixels of pictures -> rows of the language model; made from a CheckpointConfig, which is its one argument.
 
@@ -174,7 +178,8 @@ def stored_in_fp8(config: CheckpointConfig) -> Set[str]:
     projector's; none where it is fewer, which run dequantized."""
     names = split_names(SafetensorsFolder(config.folder).names(), config)["vision"].values()
     scaled = {name.removesuffix(".weight_scale") for name in names if name.endswith(".weight_scale")}
-    scaled = {re.sub(r"[qkv]_proj$", "qkv", module) for module in scaled}  # which may be stored apart
+    for parts, whole in _STORED_APART.items():
+        scaled = {re.sub(parts, whole, module) for module in scaled}
     every = unfilled_tower(config).fp8_linears().keys() if scaled else set()
     layers = {name for name in every if not name.startswith("projector.")}
     return next((some for some in (set(every), layers) if some <= scaled), set())

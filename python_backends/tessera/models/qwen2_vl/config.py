@@ -94,13 +94,24 @@ class PixelRange:
     max_pixels: int
 
 
-def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
-    """The configuration of a folder whose config.json is ``raw``. Raises CheckpointError."""
+def read(
+    folder: Path,
+    raw: dict[str, Any],
+    kind: type[Any] = VisionConfig,
+    rows: str = "hidden_size",
+    names: NameTable = VISION_NAMES,
+    layout: str = "qwen2_vl",
+) -> CheckpointConfig:
+    """The configuration of a folder whose config.json is ``raw``. Raises CheckpointError.
+
+    A relative has another ``kind`` of tower, whose ``rows`` have the width so called, other ``names`` of its weights
+    and another ``layout``.
+    """
     where, processor = f"{folder}/config.json", read_processor(folder)
     text = section(raw, "text_config", where) if raw.get("text_config") else raw
     text = {**_TEXT_DEFAULTS, **{name: value for name, value in text.items() if name not in _BESIDE_TEXT}}
     statistics = pixel_statistics({"image_mean": CLIP_MEAN, "image_std": CLIP_STD, **processor})
-    vision = read_vision(VisionConfig, section(raw, "vision_config", where), statistics, f"{where}: vision_config")
+    vision = read_vision(kind, section(raw, "vision_config", where), statistics, f"{where}: vision_config")
     check_processor(processor, vision)
     config = assemble(
         folder,
@@ -109,14 +120,14 @@ def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
         text | {"model_type": "qwen2", "architectures": None},
         tie=raw.get("tie_word_embeddings") or text.get("tie_word_embeddings", False),
         mrope_section=_SECTIONS,
-        vision_names=VISION_NAMES,
+        vision_names=names,
         module_names=MODULE_NAMES,
-        layout="qwen2_vl",
+        layout=layout,
         vision=vision,
         pictures=read_pixel_range(processor),
         image_token_id=raw.get("image_token_id", 151655),
     )
-    one_of(vision.hidden_size, (config.text.hidden_size,), f"{where}: vision_config.hidden_size")
+    one_of(getattr(vision, rows), (config.text.hidden_size,), f"{where}: vision_config.{rows}")
     return config
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import cycle
 from typing import Any, cast
@@ -33,7 +34,7 @@ from tessera.kernels.transfer import to_device
 from tessera.kernels.tuning import MeasuredChoices, machine_of
 from tessera.models.tower import MLP, Forward, Tower, TowerLayer, Wires, fold_normalisation
 
-_EPS = 1e-6  # of every norm
+EPS = 1e-6  # of every norm
 # Taken off the pixels, which 16-bit numbers hold either way: otherwise weights and bias would nearly cancel for the
 # greys near the mean, and their own rounding to 16 bits would be larger than what is left.
 _GREY = 128
@@ -81,9 +82,11 @@ class Merger(MLP):
     """LayerNorm of each patch, or of a whole group; then a group's patches side by side through Linear, GELU, Linear to
     the text's width."""
 
+    norm: nn.LayerNorm | nn.RMSNorm
+
     def __init__(self, size: int, group: int, text_size: int, whole: bool = False) -> None:
         super().__init__(size * group, size * group, text_size, "gelu")
-        self.norm = nn.LayerNorm(size * group if whole else size, eps=_EPS)
+        self.norm = nn.LayerNorm(size * group if whole else size, eps=EPS)
 
     def forward(self, x: Any, kernels: TowerKernels = PLAIN) -> torch.Tensor:
         """Patches [n * group, hidden] -> rows [n, text hidden]."""
@@ -91,9 +94,25 @@ class Merger(MLP):
         return super().forward(normed.view(-1, self.linear1.in_features), kernels)
 
 
+@dataclass(frozen=True)
+class Reach:
+    """Which patches see each other: those of a picture, or of a part of one. ``lengths``: how many these are in some,
+    the largest first, to measure ways of attention on. ``least``: beside one part for each picture, there is at most
+    one for each so many patches.
+    """
+
+    name: str
+    lengths: Sequence[int]
+    least: int | None = None
+
+
 class Qwen2ViT(Tower):
     """uint8 groups of patches [n, merge, merge, side, side, 3] (RGB, 0..255), each picture's in reading order -> their
     rows [n, text hidden] of the weights' dtype. ``wires``: (1, height, width) of each picture, in patches.
+
+    A relative may have other layers (``norm``, ``mlp``), or an attention that reaches less far in some of them:
+    ``reaches``, which of them each layer has, and the groups in an ``order`` in which what sees each other lies
+    together.
     """
 
     splits = False
@@ -110,12 +129,22 @@ class Qwen2ViT(Tower):
         self.batch_unit = max(1, 616 // (self.merge * side)) ** 2
         self.patch_embedding = nn.Linear(3 * side**2, size)
         nn.init.zeros_(self.patch_embedding.bias)  # which normalisation has in any case
-        norm = partial(nn.LayerNorm, size, eps=_EPS)
         self.layers = nn.ModuleList(
-            TowerLayer(norm, Attention(size, vision.num_heads), MLP(size, vision.inner_size, size, vision.hidden_act))
+            TowerLayer(partial(self.norm, size), Attention(size, vision.num_heads), self.mlp(config))
             for _ in range(vision.depth)
         )
         self.projector = Merger(size, self.merge**2, text.hidden_size)
+        self.reaches = [Reach("pictures", (_LARGE, 100, 1000, 300))]
+        self.reach_of_layers = [0] * vision.depth
+
+    def norm(self, size: int) -> nn.LayerNorm | nn.RMSNorm:
+        """A layer's."""
+        return nn.LayerNorm(size, eps=EPS)
+
+    def mlp(self, config: CheckpointConfig) -> nn.Module:
+        """A layer's, whose last linear layer is called linear2."""
+        vision = config.vision
+        return MLP(vision.embed_dim, vision.inner_size, vision.embed_dim, vision.hidden_act)
 
     @property
     def attention(self) -> Attention:
@@ -123,23 +152,40 @@ class Qwen2ViT(Tower):
         return cast(TowerLayer, self.layers[0]).attention
 
     def forward(self, pixels: torch.Tensor, wires: Wires = (), kernels: TowerKernels = PLAIN) -> torch.Tensor:
-        attend = kernels.attend_within([height * width for _, height, width in wires], pixels.device)
-        return self.rows(pixels, self.places(wires, pixels.device), attend, kernels)
+        order = self.order(wires, pixels.device)
+        attends = [kernels.attend_within(lengths, pixels.device) for lengths in self.lengths(wires)]
+        given = pixels if order is None else pixels[order[0]]
+        rows = self.rows(given, self.places(wires, pixels.device), attends, kernels)
+        return rows if order is None else rows[order[1]]
 
     def rows(
-        self, pixels: torch.Tensor, places: Sequence[torch.Tensor], attend: Attend, kernels: TowerKernels
+        self, pixels: torch.Tensor, places: Sequence[torch.Tensor], attends: Sequence[Attend], kernels: TowerKernels
     ) -> torch.Tensor:
-        """:meth:`forward` with what follows from the pictures' sizes: :meth:`places` and attention within them."""
+        """:meth:`forward` with what follows from the pictures' sizes: groups and rows in their :meth:`order`,
+        :meth:`places`, and attention within the :meth:`lengths` of each reach."""
         turns, *grid = places
         x, update = self.embed(pixels, *grid), None
-        for layer in self.layers:
-            x, update = layer(x, update, kernels, turns, attend)
+        for layer, reach in zip(self.layers, self.reach_of_layers):
+            x, update = layer(x, update, kernels, turns, attends[reach])
         return self.projector(x if update is None else x + update, kernels)
+
+    def order(self, wires: Wires, device: torch.device) -> torch.Tensor | None:
+        """int64 [2, groups]: which group comes at each place, and at which place each group's row is; None: as they
+        are given."""
+        return None
+
+    def lengths(self, wires: Wires) -> list[list[int]]:
+        """By reach: how many patches see each other, one after the other."""
+        return [[height * width for _, height, width in wires]]
 
     def places(self, wires: Wires, device: torch.device) -> tuple[torch.Tensor, ...]:
         """What :meth:`rows` takes of where patches stand: :meth:`turns`, and what :meth:`embed` takes besides. Each
         one's last dimension but one counts patches."""
         return (self.turns(wires, device),)
+
+    def grid(self, height: int, width: int) -> torch.Tensor:
+        """Row and column of each patch of a picture, int32 [n, 2], in the :meth:`order` of its groups."""
+        return places_of(height, width, self.merge)
 
     def embed(self, pixels: torch.Tensor) -> torch.Tensor:
         """Groups of patches -> the first layer's input [patches, hidden]."""
@@ -152,7 +198,7 @@ class Qwen2ViT(Tower):
 
         They also stretch queries and keys of heads that are filled up, so that a scale by their size is right again.
         """
-        places = torch.cat([places_of(height, width, self.merge) for _, height, width in wires])
+        places = torch.cat([self.grid(height, width) for _, height, width in wires])
         size, stored = self.attention.head_size, self.attention.stored_size
         half = stored // 2
         speeds = self.theta ** (torch.arange(0, half, 2, device=device) / half)
@@ -162,7 +208,8 @@ class Qwen2ViT(Tower):
 
     @torch.inference_mode()
     def tuned(self, cost: int, choices: MeasuredChoices) -> Forward:
-        """With the attention that is the fastest for pictures of one size, and for others; in float32 torch's own."""
+        """With the attention that is the fastest for pictures of one size, and for others, and so for each reach; in
+        float32 torch's own."""
         attention, weight = self.attention, self.patch_embedding.weight
         if weight.itemsize > 2:
             return partial(self, kernels=gpu_kernels())
@@ -170,21 +217,25 @@ class Qwen2ViT(Tower):
         heads, size, most = attention.heads, attention.head_size, cost * self.merge**2
         qkv = torch.randn(most, 3, heads, size, dtype=weight.dtype, device=weight.device)
 
-        def fastest(kind: str, lengths: Sequence[int], ways: Mapping[str, VarlenAttention]) -> str:
+        def fastest(what: str, lengths: Sequence[int], ways: Mapping[str, VarlenAttention]) -> str:
             query, key, value = qkv[: sum(lengths)].unbind(1)
             return choices.fastest(
-                f"vision attention within {kind} pictures, {len(lengths)} of {len(query)} patches, {heads} heads of "
+                f"vision attention within {what}, {len(lengths)} of {len(query)} patches, {heads} heads of "
                 f"{size}, {weight.dtype}, {machine_of(weight.device)}",
                 {name: _call(way, lengths, query, key, value) for name, way in ways.items()},
             )
 
-        chosen: dict[str, VarlenAttention] = {}
-        for kind, lengths in (("equal", [min(_LARGE, most)] * max(1, most // _LARGE)), ("mixed", _mixed(most))):
+        def chosen_for(kind: str, reach: Reach, lengths: Sequence[int]) -> VarlenAttention:
             ways = varlen_backends(weight.device, kind == "equal")
-            chosen[kind] = ways[fastest(kind, lengths, ways)]
+            return ways[fastest(f"{kind} {reach.name}", lengths, ways)]
+
+        chosen: dict[int, tuple[VarlenAttention, VarlenAttention]] = {}
+        for reach in reversed(self.reaches):
+            largest = reach.lengths[0]
+            equal = chosen_for("equal", reach, [min(largest, most)] * max(1, most // largest))
+            chosen[largest] = equal, chosen_for("mixed", reach, _mixed(reach.lengths, most))
         kernels = partial(gpu_kernels, fp8=isinstance(attention.output, Fp8Linear))
-        within = partial(_by_kind, chosen["equal"], chosen["mixed"])
-        forward = partial(self, kernels=kernels(within=within))
+        forward = partial(self, kernels=kernels(within=partial(_by_kind, chosen)))
         small = (1, self.merge, self.merge)
         for wires in ([small], [small, (1, self.merge, 2 * self.merge)]):  # compiles what would hold up requests
             units = sum(height * width for _, height, width in wires) // self.merge**2
@@ -192,10 +243,12 @@ class Qwen2ViT(Tower):
         sizes = [size for size in SIZES if size <= most]
         if not sizes:
             return forward
-        plans = triton_configs(weight.device)
+        plans, recorded = triton_configs(weight.device), []
         ways = {name: partial(attend_in_triton, plan=plan) for name, plan in plans.items()}
-        plan = plans[fastest("single", [min(_SMALL, most)], ways)]
-        return PatchGraphs(self, weight.device, sizes, plan, kernels(), forward)
+        for reach in self.reaches:
+            length = min(_SMALL, reach.lengths[0], most)
+            recorded.append(plans[fastest(f"single {reach.name}", [length] * (min(_SMALL, most) // length), ways)])
+        return PatchGraphs(self, weight.device, sizes, recorded, kernels(), forward)
 
     def activation_bytes(self, cost: int, scores: bool = False) -> int:
         """With PLAIN kernels: in proportion to the patches, however they are spread over pictures.
@@ -206,7 +259,7 @@ class Qwen2ViT(Tower):
         pixels are wide. Not counted are what the allocator rounds up and the scratch memory of matrix products.
         """
         layer, value = cast(TowerLayer, self.layers[0]), self.patch_embedding.weight.itemsize
-        hidden, inner, patches = layer.mlp.linear2.out_features, layer.mlp.linear1.out_features, cost * self.merge**2
+        hidden, inner, patches = layer.mlp.linear2.out_features, layer.mlp.linear2.in_features, cost * self.merge**2
         heads = layer.attention.heads * layer.attention.head_size
         largest = max(
             (4 * hidden + 3 * inner) * value,
@@ -255,10 +308,10 @@ def places_of(height: int, width: int, merge: int) -> torch.Tensor:
     return groups.reshape(-1, 2).to(torch.int32)
 
 
-def _mixed(count: int) -> list[int]:
-    """The patches of pictures of several sizes, ``count`` altogether."""
+def _mixed(sizes: Sequence[int], count: int) -> list[int]:
+    """The patches of pictures of several ``sizes``, ``count`` altogether."""
     lengths: list[int] = []
-    for size in cycle((_LARGE, 100, 1000, 300)):
+    for size in cycle(sizes):
         if not count:
             return lengths
         lengths.append(min(size, count))
@@ -266,7 +319,13 @@ def _mixed(count: int) -> list[int]:
     raise AssertionError("a cycle ends")
 
 
-def _by_kind(equal: VarlenAttention, mixed: VarlenAttention, lengths: Sequence[int], device: torch.device) -> Attend:
+def _by_kind(
+    chosen: Mapping[int, tuple[VarlenAttention, VarlenAttention]], lengths: Sequence[int], device: torch.device
+) -> Attend:
+    """By what was ``chosen`` for equal and for other lengths of up to so many patches, fewer first; the last is for
+    longer ones too."""
+    *_, last = chosen
+    equal, mixed = chosen[next((most for most in chosen if max(lengths) <= most), last)]
     return (equal if len(set(lengths)) == 1 else mixed)(lengths, device)
 
 
@@ -286,8 +345,9 @@ _PICTURES = 64  # of a graph's forward: each may end in the middle of a tile of 
 class PatchGraphs:
     """A tower's forward; used by one thread at a time.
 
-    ``kernels`` are those of the recorded forwards, whose attention is ours by ``plan``; ``otherwise`` is the forward of
-    more patches than the largest of ``sizes``, or of more small pictures. On the CPU a replay computes.
+    ``kernels`` are those of the recorded forwards, whose attention is ours by ``plans``, one for each of the tower's
+    reaches; ``otherwise`` is the forward of more patches than the largest of ``sizes``, or of more small pictures. On
+    the CPU a replay computes.
     """
 
     def __init__(
@@ -295,45 +355,50 @@ class PatchGraphs:
         tower: Qwen2ViT,
         device: torch.device,
         sizes: Sequence[int],
-        plan: AttentionPlan | HopperPlan,
+        plans: Sequence[AttentionPlan | HopperPlan],
         kernels: TowerKernels,
         otherwise: Forward,
     ) -> None:
-        self._tower, self._plan, self._kernels, self._otherwise = tower, plan, kernels, otherwise
+        self._tower, self._kernels, self._otherwise = tower, kernels, otherwise
+        self._reaches = list(zip(plans, tower.reaches, strict=True))
         self._graphs = GraphPool("vision graphs", sizes, self._compute, device)
         self._group, largest = tower.merge**2, self._graphs.sizes[-1]
         self._pixels = torch.zeros(largest // self._group, *tower.unit_shape, dtype=torch.uint8, device=device)
         squares = {size: [(1, tower.merge, size // tower.merge)] for size in self._graphs.sizes}
         self._places = {size: tower.places(wires, device) for size, wires in squares.items()}
-        self._tiles = torch.zeros(self._room(largest), 3, dtype=torch.int32, device=device)
-        self._graphs.record(partial(self._cut, []))
+        rooms = [self._room(plan, reach, largest) for plan, reach in self._reaches]
+        self._tiles = [torch.zeros(room, 3, dtype=torch.int32, device=device) for room in rooms]
+        self._graphs.record(partial(self._cut, [[] for _ in rooms]))
 
     def __call__(self, pixels: torch.Tensor, wires: Wires) -> torch.Tensor:
         """Rows that are the caller's to keep."""
-        lengths = [height * width for _, height, width in wires]
-        patches = sum(lengths)
-        if patches > self._graphs.sizes[-1] or len(lengths) > _PICTURES:
+        patches = len(pixels) * self._group
+        if patches > self._graphs.sizes[-1] or len(wires) > _PICTURES:
             return self._otherwise(pixels, wires)
-        size = self._graphs.size_for(patches)
-        self._cut(lengths, size)
-        self._pixels[: len(pixels)].copy_(pixels)
+        size, order = self._graphs.size_for(patches), self._tower.order(wires, pixels.device)
+        self._cut(self._tower.lengths(wires), size)
+        self._pixels[: len(pixels)].copy_(pixels if order is None else pixels[order[0]])
         for held, given in zip(self._places[size], self._tower.places(wires, pixels.device)):
             held[..., :patches, :].copy_(given)
-        return self._graphs.replay(size)[: len(pixels)].clone()
+        rows = self._graphs.replay(size)[: len(pixels)]
+        return rows.clone() if order is None else rows[order[1]]
 
     def _compute(self, size: int) -> torch.Tensor:
-        tiles = self._tiles[: self._room(size)]
-        attend = partial(attention_by(self._plan), tiles=tiles, plan=self._plan)
-        return self._tower.rows(self._pixels[: size // self._group], self._places[size], attend, self._kernels)
+        attends = []
+        for (plan, reach), tiles in zip(self._reaches, self._tiles):
+            tiles = tiles[: self._room(plan, reach, size)]
+            attends.append(partial(attention_by(plan), tiles=tiles, plan=plan))
+        return self._tower.rows(self._pixels[: size // self._group], self._places[size], attends, self._kernels)
 
-    def _room(self, size: int) -> int:
+    def _room(self, plan: AttentionPlan | HopperPlan, reach: Reach, size: int) -> int:
         """Tiles of a forward of ``size`` patches at most."""
-        return size // self._plan.rows + _PICTURES + 1
+        return size // plan.rows + (size // reach.least if reach.least else 0) + _PICTURES + 1
 
-    def _cut(self, lengths: Sequence[int], size: int) -> None:
-        """The tiles of pictures of such ``lengths``; what fills them up to ``size`` is cut into pictures of one tile,
-        which cost the least, and whose rows are numbers whatever lay in memory."""
-        full, rest = divmod(size - sum(lengths), self._plan.rows)
-        tiles = query_tiles([*lengths, *[self._plan.rows] * full, *[rest] * bool(rest)], self._plan.rows)
-        self._tiles[: len(tiles)].copy_(to_device(tiles, self._tiles.device))
-        self._tiles[len(tiles) : self._room(size)] = 0
+    def _cut(self, lengths: Sequence[Sequence[int]], size: int) -> None:
+        """The tiles of pictures of such ``lengths``, by reach; what fills them up to ``size`` is cut into pictures of
+        one tile, which cost the least, and whose rows are numbers whatever lay in memory."""
+        for (plan, reach), tiles, within in zip(self._reaches, self._tiles, lengths):
+            full, rest = divmod(size - sum(within), plan.rows)
+            cut = query_tiles([*within, *[plan.rows] * full, *[rest] * bool(rest)], plan.rows)
+            tiles[: len(cut)].copy_(to_device(cut, tiles.device))
+            tiles[len(cut) : self._room(plan, reach, size)] = 0
