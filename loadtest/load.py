@@ -19,7 +19,8 @@ most (trials + 1) x (seconds + 30) s, 8 minutes as it is set. A request that is 
 fails, and ends all but the mix.
 
 The figures' names begin with `openai` where an OpenAI server was asked, and with `serve`, `docs`, `sweep` or
-`open_loop` where our own was, over gRPC; after the workload stands `--label`'s name.
+`open_loop` where our own was, over gRPC; after the workload stands `--label`'s name. W7a, W7b and W7c are asked of
+models of any shape: those of a server that is started here name the checkpoint's folder, others by `--label` alone.
 
 `--tree DIR` runs the server of another checkout under the same load, for pairs.
 """
@@ -127,7 +128,8 @@ def run_workloads(target: Target, options: argparse.Namespace, label: str, seed:
         # No two workloads share pictures, which the server would know by then.
         asker = target.make(workload, seed + list(WORKLOADS).index(name))
         taken = take(asker, options.processes, target.gpus, target.metrics, options.least)
-        name_of_figures = target.prefix + workload.figure(label)
+        ours = None if options.ceiling or options.url else options.checkpoint
+        name_of_figures = target.prefix + workload.figure(label, ours)
         report(workload, taken.run, taken.power, name_of_figures, **taken.notes, **target.notes)
         print(f"{name} is done", file=sys.stderr, flush=True)
 

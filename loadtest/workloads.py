@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import cv2
@@ -44,6 +45,8 @@ class Workload:
     """None is the checkpoint's own tile policy."""
     figures: str = "serve"
     """What its figures' names begin with: serve, or docs for those of a document model."""
+    of_any_shape: bool = False
+    """It is asked of models of several shapes, which its figures' names say."""
     prompts: tuple[str, ...] = (PROMPT,)
     """Asked about each picture, one after the other."""
     text_first: bool = False
@@ -67,10 +70,18 @@ class Workload:
         """The prompt for the client's ``ask`` and ``stream``, with the place of the picture where it is not before."""
         return f"{prompt}\n<image>" if self.text_first else prompt
 
-    def figure(self, label: str) -> str:
-        """The name of its figures, without what each of them is. ``label``: bf16, which docs do not name, fp8, ..."""
+    def figure(self, label: str, checkpoint: Path | None = None) -> str:
+        """The name of its figures, without what each of them is. ``label``: bf16, which docs do not name, fp8, ...;
+        ``checkpoint``: that of the model, where it is known."""
         named = [label] if label != "bf16" or self.figures == "serve" else []
-        return ".".join([self.figures, self.name, *named])
+        shape = [shape_name(checkpoint)] if checkpoint and self.of_any_shape else []
+        return ".".join([self.figures, self.name, *shape, *named])
+
+
+def shape_name(checkpoint: Path) -> str:
+    """What figures call a model: qwen3-vl-8b for loadtest/shapes/qwen3-vl-8b-shape."""
+    folder = checkpoint.resolve()
+    return (folder.parent if folder.name == "checkpoint" else folder).name.removesuffix("-shape")
 
 
 WORKLOADS = {
@@ -87,6 +98,9 @@ WORKLOADS = {
         Workload("W5c.c10", 1036, 1036, tokens=256, concurrency=10, figures="docs"),
         Workload("W6", 448, 448, tokens=4, concurrency=256, prompts=QUESTIONS),
         Workload("W6.text_first", 448, 448, tokens=4, concurrency=256, prompts=QUESTIONS, text_first=True),
+        Workload("W7a", 1024, 1024, tokens=4, concurrency=256, of_any_shape=True),
+        Workload("W7b", 1024, 1024, tokens=256, concurrency=10, of_any_shape=True),
+        Workload("W7c", 448, 448, tokens=4, concurrency=256, of_any_shape=True),
     )
 }
 

@@ -26,6 +26,7 @@ PROGRAMS = {
     "scheduler": ("bench.scheduler", "the scheduler simulated, without a GPU"),
     "engine": ("bench.engine", "the engine alone on a GPU: prefill, decode"),
     "vision": ("bench.vision", "a vision tower alone on a GPU, in bf16 and FP8"),
+    "account": ("bench.account", "what a workload's requests cost without a server: tower, prompts, answers"),
     "kernels": ("bench.kernels", "the engine's kernels on a GPU: elementwise, products, attention"),
 }
 """Name -> (module, or module:function where that is not ``main``; what it measures)."""

@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import figures
 import numpy as np
@@ -79,11 +79,22 @@ class Shape:
         return found
 
 
+class Asking(Protocol):
+    """Makes requests of ``tokens`` tokens each."""
+
+    @property
+    def tokens(self) -> int: ...
+
+    def request(self, max_tokens: int) -> Request: ...
+
+
 class Prompts:
     """Makes requests with the picture's rows given; no two have a block of tokens in common.
 
     The rows themselves (bfloat16 [PICTURE_ROWS, hidden], on ``device``) repeat after 64 requests, the digests never do.
     """
+
+    tokens = PROMPT_TOKENS
 
     def __init__(self, hidden_size: int, vocab_size: int, device: str) -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -111,16 +122,23 @@ def check(progress: Progress) -> None:
             raise RuntimeError(f"request {end.number} ended by {end.reason}: {end.error}")
 
 
-def prefill_tokens_per_s(
-    engine: Engine, prompts: Prompts, warm_up: int, steps: int, budget: int, waiting: int
-) -> tuple[float, float]:
-    """(tokens a second, tokens a step) over ``steps`` steps after ``warm_up`` ones.
+class Prefill(NamedTuple):
+    """Steps that read prompts, and when they began and ended (time.perf_counter())."""
+
+    tokens_per_s: float
+    step_tokens: float
+    began: float
+    ended: float
+
+
+def prefill(engine: Engine, prompts: Asking, warm_up: int, steps: int, budget: int, waiting: int) -> Prefill:
+    """``steps`` steps after ``warm_up`` ones.
 
     All steps are prefill of single-token requests, of which ``waiting`` are kept under way, so that each step has its
     ``budget`` of tokens full.
     """
     # Two steps more than are measured: the last one must be full, and the one planned while it runs.
-    left = -(-(warm_up + steps + 2) * budget // PROMPT_TOKENS)
+    left = -(-(warm_up + steps + 2) * budget // prompts.tokens)
     under_way = 0
     marks: list[tuple[float, int]] = []
     while left or engine.has_work():
@@ -133,11 +151,17 @@ def prefill_tokens_per_s(
         check(progress)
         under_way -= len(progress.ends)
     (begun, before), (ended, after) = marks[warm_up], marks[warm_up + steps]
-    return (after - before) / (ended - begun), (after - before) / steps
+    return Prefill((after - before) / (ended - begun), (after - before) / steps, begun, ended)
 
 
-def decode_step_s(engine: Engine, prompts: Prompts, batch: int, skip: int, steps: int, max_tokens: int) -> list[float]:
+def decode_step_s(engine: Engine, prompts: Asking, batch: int, skip: int, steps: int, max_tokens: int) -> list[float]:
     """Seconds from one step's tokens to the next's, of ``steps`` steps after the batch has ``skip`` tokens each."""
+    stamps = decode_stamps(engine, prompts, batch, skip, steps, max_tokens)
+    return [after - before for before, after in itertools.pairwise(stamps)]
+
+
+def decode_stamps(engine: Engine, prompts: Asking, batch: int, skip: int, steps: int, max_tokens: int) -> list[float]:
+    """When the tokens of these steps, and of the one before, were there (time.perf_counter())."""
     requests = [prompts.request(max_tokens) for _ in range(batch)]
     for request in requests:
         engine.submit(request)
@@ -159,7 +183,7 @@ def decode_step_s(engine: Engine, prompts: Prompts, batch: int, skip: int, steps
                 engine.cancel(request.number)
     if len(stamps) <= steps:
         raise RuntimeError(f"{max_tokens} tokens are too few for {skip} steps to skip and {steps} to measure")
-    return [after - before for before, after in itertools.pairwise(stamps)]
+    return stamps
 
 
 def engine_config(settings: list[str]) -> EngineConfig:
@@ -202,8 +226,8 @@ def main() -> int:
     prompts = Prompts(text.hidden_size, text.vocab_size, config.device)
     if "prefill" in options.parts:
         full = (PREFILL_WARM_UP, PREFILL_STEPS, config.max_batched_tokens, config.max_sequences)
-        runs = [prefill_tokens_per_s(engine, prompts, *full) for _ in range(REPEATS)]
-        rate, step = map(median, zip(*runs))
+        runs = [prefill(engine, prompts, *full) for _ in range(REPEATS)]
+        rate, step = median(run.tokens_per_s for run in runs), median(run.step_tokens for run in runs)
         emit("prefill.tokens_per_s", rate, "tokens/s", step_tokens=round(step))
         emit("prefill.tflops", rate * 2 * Shape.of(text).body / 1e12, "TFLOP/s")
     for batch in BATCHES if "decode" in options.parts else ():

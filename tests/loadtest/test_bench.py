@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import bench
 import pytest
-from bench import batch, jobs, vision
-from bench.engine import Prompts, decode_step_s, prefill_tokens_per_s
+from bench import account, batch, jobs, vision
+from bench.engine import Prompts, decode_step_s, prefill
+from gpu_power import Draw
 from serving import DEFAULT_CHECKPOINT
 from tiny_checkpoints import Shape, hf_native
-from tiny_qwen2_vl import write_model
+from tiny_qwen2_vl import LEAST, MOST, write_model
+from workloads import WORKLOADS
 
 from tessera.engine.engine import Engine
 from tessera.models.registry import read_config
@@ -90,6 +93,37 @@ def test_a_trial_of_a_tower(family: str, forwards: list[str], found: set[str], t
     assert 0.99 < figures["trial.vision.fp8.cosine"]["value"] < 0.9999
 
 
+@pytest.mark.parametrize("family", ["internvl", "qwen2_vl"])
+def test_the_account_of_requests_of_any_shape(family: str, tmp_path: Path, monkeypatch: Patch, emitted: Any) -> None:
+    """On the CPU, without joules; a GPU's are what its counter says meanwhile."""
+    folder = tmp_path / "a-family-shape"
+    hf_native(folder) if family == "internvl" else write_model(folder, min_pixels=LEAST, max_pixels=MOST)
+    short = [replace(WORKLOADS[name], width=56, height=84) for name in ("W7a", "W7c")]
+    long = replace(WORKLOADS["W7b"], width=56, height=84, tokens=20, concurrency=3)
+    monkeypatch.setattr(account, "WORKLOADS", {each.name: each for each in (*short, long)})
+    options = ["--gpus", "", "--seconds", "0.02", "--checkpoint", str(folder)]
+    figures = emitted(account, *options)
+    prefix = "trial.account"
+    assert set(figures) == {
+        f"{prefix}.{name}.a-family.bf16.{rate}" for name, rate in (("W7a", "req_s"), ("W7b", "tok_s"), ("W7c", "req_s"))
+    }
+    for line in figures.values():
+        parts = [line[f"{part}_ms"] for part in ("forward", "prefill", "decode") if f"{part}_ms" in line]
+        streamed = line["metric"].endswith("tok_s")
+        assert len(parts) == 2 + streamed and min(parts) > 0 and line["prompt_tokens"] > 20
+        assert line["value"] == pytest.approx(1e3 * (20 if streamed else 1) / sum(parts), rel=0.01)
+
+
+def test_a_requests_joules_are_those_of_its_parts(printed: Any) -> None:
+    drawn = {watts: Draw(watts, 1500.0, 60.0, 1.0) for watts in (600.0, 700.0)}
+    parts = {"forward": (account.Cost(0.5, drawn[600.0]), 1.0), "prefill": (account.Cost(0.001, drawn[700.0]), 100.0)}
+    account.report(WORKLOADS["W7a"], parts, "a.bf16", "cuda", 100)
+    rate, joules = printed().values()
+    assert (rate["metric"], rate["value"]) == ("account.W7a.a.bf16.req_s", 1.667)
+    assert (joules["metric"], joules["value"], joules["unit"]) == ("account.W7a.a.bf16.joules", 370.0, "J/request")
+    assert (rate["forward_watts"], rate["prefill_watts"], joules["prefill_joules"]) == (600, 700, 70.0)
+
+
 def test_steps_are_measured_and_no_two_requests_share_a_block():
     config = EngineConfig(weights="random", max_batched_tokens=1024, max_sequences=16, kv_cache_bytes=64 << 20)
     text = read_config(DEFAULT_CHECKPOINT).text
@@ -97,8 +131,8 @@ def test_steps_are_measured_and_no_two_requests_share_a_block():
         Engine.from_checkpoint(DEFAULT_CHECKPOINT, config),
         Prompts(text.hidden_size, text.vocab_size, "cpu"),
     )
-    rate, step = prefill_tokens_per_s(engine, prompts, warm_up=1, steps=2, budget=1024, waiting=16)
-    assert step == 1024 and rate > 0  # full steps
+    found = prefill(engine, prompts, warm_up=1, steps=2, budget=1024, waiting=16)
+    assert found.step_tokens == 1024 and found.tokens_per_s > 0 and found.ended > found.began  # full steps
     assert not engine.has_work() and engine.metrics.cached_tokens == 0
     seconds = decode_step_s(engine, prompts, batch=3, skip=4, steps=5, max_tokens=64)
     assert len(seconds) == 5 and min(seconds) > 0

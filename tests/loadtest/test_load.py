@@ -23,6 +23,14 @@ def test_a_workload_with_the_target_in_its_figures_names(emitted):
     assert rate["command"].startswith('make bench NAME=load ARGS="--ceiling --target openai ')
 
 
+def test_a_workload_of_any_shape_names_the_shape_that_it_was_asked_of(emitted, stood_in):
+    few = ["--workloads", "W7c", "--concurrency", "2", "--least", "20", "--processes", "1", "--seed", "7"]
+    stood_in(load)
+    ours = emitted(load, *few, "--gpus", "", "--checkpoint", "loadtest/shapes/mineru25-shape")
+    assert set(ours) == {f"serve.W7c.mineru25.c2.cpu.{what}" for what in ("req_s", "whole", "p99_over_p50")}
+    assert all(name.startswith("openai.serve.W7c.c2.ceiling.") for name in emitted(load, *CEILING, *few))
+
+
 def test_a_sweep_is_one_figure(emitted):
     values = ["--sweep", "length", "--values", "1", "3", "--concurrency", "2", "--least", "10"]
     figures = emitted(load, *CEILING, *values)
