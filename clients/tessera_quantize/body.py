@@ -19,7 +19,7 @@ import torch
 from tessera.attention.backend import AttentionStep, KvStorage, SpanTable, create_backend
 from tessera.checkpoint.config import BodyNames, CheckpointConfig
 from tessera.checkpoint.weights import SafetensorsFolder, fill, split_names
-from tessera.kernels.operands import DeferredProduct
+from tessera.kernels.operands import DeferredProduct, GroupedOperands, Routing, finished
 from tessera.linear.scheme import Linear
 from tessera.linear.unquantized import Unquantized
 from tessera.models.registry import model_class
@@ -32,13 +32,19 @@ _BLOCK = 16
 class Watched(Unquantized):
     """Plain weights; ``see`` hears of every input, and ``fp8`` rounds each as an FP8 product would."""
 
-    see: Callable[[torch.Tensor], None] | None = None
+    see: Callable[[torch.Tensor, Routing | None], None] | None = None
     fp8 = False
 
     def apply_deferred(self, layer: Linear, x: Any) -> torch.Tensor | DeferredProduct:
+        return super().apply_deferred(layer, self._seen(x))
+
+    def grouped(self, layer: Linear, x: torch.Tensor, routing: Routing | None = None) -> GroupedOperands:
+        return super().grouped(layer, self._seen(x, routing), routing)
+
+    def _seen(self, x: torch.Tensor, routing: Routing | None = None) -> torch.Tensor:
         if self.see is not None:
-            self.see(x)
-        return super().apply_deferred(layer, rounded_rows(x) if self.fp8 else x)
+            self.see(x, routing)
+        return rounded_rows(x) if self.fp8 else x
 
 
 def _watched(modules: Collection[str]) -> Watched:
@@ -59,8 +65,8 @@ class Body:
         targets = self._model.targets(set(ends))
         ends_of = {name: target for name, target in targets.items() if not _LAYER.fullmatch(name)}
         fill("the text model", ends_of, ends.items(), self.stored)
-        self._empty_layer = lambda: self._model.layer_class(text, 0, _watched, dtype, device)
-        self._layer = self._empty_layer()
+        self._empty_layer = lambda own: self._model.layer_class(own, 0, _watched, dtype, device)
+        self._layer = self._empty_layer(text)
 
     @property
     def layers(self) -> int:
@@ -82,7 +88,11 @@ class Body:
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Makes ``tensors``, by names as :meth:`tensors` gives them, the one layer."""
-        self._layer = self._empty_layer()
+        text = self._model.config
+        if text.experts is not None:
+            dense = () if any(name.startswith(EXPERTS) for name in tensors) else (0,)
+            text = replace(text, experts=replace(text.experts, decoder_sparse_step=1, mlp_only_layers=dense))
+        self._layer = self._empty_layer(text)
         named = {self._layer.prefix + name: tensor for name, tensor in tensors.items()}
         fill("a layer", self._layer.targets(set(named)), named.items())
 
@@ -109,7 +119,7 @@ class Body:
         cos, sin = self._model.rotary.angles(positions.to(self.device), lengths)
         step = AttentionStep(cos, sin, torch.arange(count, device=self.device), None, plan)
         update, residual = self._layer(x, None, attention, step)
-        return (update + residual).cpu()
+        return (finished(update) + residual).cpu()
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -125,7 +135,7 @@ class Body:
         for hidden, positions, weights in sequences:
             there = weights.to(self.device)
             for name, statistics in found.items():
-                schemes[name].see = partial(statistics.add, weights=there)
+                schemes[name].see = partial(_add, statistics, there)
             self.run(hidden, positions)
         for scheme in schemes.values():
             scheme.see = None
@@ -135,6 +145,16 @@ class Body:
         return {name: getattr(self._layer, name).scheme for name in INPUTS}
 
 
+def _add(statistics: InputStatistics, weights: torch.Tensor, x: torch.Tensor, routing: Routing | None) -> None:
+    """Of a token's experts each row counts as the square of its share, as its error does."""
+    if routing is not None:
+        pairs = routing.pairs
+        weights = weights[pairs // routing.weights.shape[1]] * routing.weights.float().flatten()[pairs] ** 2
+    statistics.add(x, weights)
+
+
+#: how the names of experts' tensors begin in a layer
+EXPERTS = "mlp.experts."
 #: the linear layers of the engine's DecoderLayer, in the order in which a token meets them
 INPUTS = ("qkv", "output", "gate_up", "down")
 
@@ -143,25 +163,30 @@ INPUTS = ("qkv", "output", "gate_up", "down")
 class LayerModules:
     """Stored modules by the linear layer that they are or are a part of: ``members``.
 
-    ``norms``: what gives a linear layer its input, and gives it to nothing else. ``factors``: a module whose outputs
+    ``norms``: what gives a linear layer its input, and gives it to nothing else. ``factors``: modules whose outputs
     are, one for one, factors of a linear layer's inputs. ``unclipped``: attention scores multiply these two, so that
     clipping each for its own error would do harm (AWQ leaves them out as well).
     """
 
     members: Mapping[str, tuple[str, ...]]
     norms: Mapping[str, str]
-    factors: Mapping[str, str]
+    factors: Mapping[str, tuple[str, ...]]
     unclipped: tuple[str, ...]
 
 
 def layer_modules(names: BodyNames, shapes: Mapping[str, tuple[int, ...]]) -> LayerModules:
     """The modules that a body calls by ``names``; ``shapes`` of the layer's tensors."""
     members = {"qkv": names.qkv, "output": (names.output,), "gate_up": names.gate_up, "down": (names.down,)}
-    factors = {}
+    norms, factors = {"qkv": names.input_norm, "gate_up": names.post_norm}, {}
+    experts = sorted(name.removesuffix(".weight") for name in shapes if name.startswith(EXPERTS))
+    if experts:  # calibrated together; their norm gives its rows to the router too
+        members["gate_up"] = tuple(name for name in experts if not name.endswith("down_proj"))
+        members["down"] = tuple(name for name in experts if name.endswith("down_proj"))
+        factors["down"] = tuple(name for name in experts if name.endswith("up_proj"))
+        del norms["gate_up"]
     # Where matrices are stored as one, their rows stay together: nothing is folded into a part of them.
-    if len(names.gate_up) == 2:
-        factors["down"] = names.gate_up[1]
+    elif len(names.gate_up) == 2:
+        factors["down"] = names.gate_up[1:]
     if len(names.qkv) == 3 and shapes[f"{names.qkv[2]}.weight"][0] == shapes[f"{names.output}.weight"][1]:
-        factors["output"] = names.qkv[2]  # with fewer key heads than heads, a value feeds several inputs
-    norms = {"qkv": names.input_norm, "gate_up": names.post_norm}
+        factors["output"] = names.qkv[2:]  # with fewer key heads than heads, a value feeds several inputs
     return LayerModules(members, norms, factors, names.qkv[:2])

@@ -48,6 +48,9 @@ def write(config: CheckpointConfig, layers: Sequence[Path], recipe: Recipe, visi
             made = stored_tensors(to_fp8(weight.float(), weight.dtype), symmetric=True)
             rest |= {f"{vision[-1]}.{leaf}": tensor for leaf, tensor in made.items()}
     linear = {name.removesuffix(".weight") for name, tensor in rest.items() if _is_linear(name, tensor)}
+    # Of a layer, what no method takes: routers.
+    plain = {name for name in quantized if name.endswith(".weight") and name.removesuffix(".weight") not in modules}
+    linear |= {name.removesuffix(".weight") for name in plain if source.get(name).dim() == 2}
     # The output head may share the embedding's weight and have no tensor of its own.
     head = f"language_model.{config.text.names.head}"
     _write_shards(draft, layers, rest)

@@ -8,7 +8,7 @@ import torch
 
 from tessera.errors import CheckpointError
 from tessera_quantize import methods
-from tessera_quantize.body import INPUTS, Body, layer_modules
+from tessera_quantize.body import EXPERTS, INPUTS, Body, layer_modules
 from tessera_quantize.checkpoint import dequantized, stored_tensors
 from tessera_quantize.samples import Sample
 
@@ -21,6 +21,11 @@ class LayerQuantizer:
         self._recipe = recipe
         self._sequences = [(sample.hidden, sample.positions, sample.weights) for sample in samples]
         self._stored = body.tensors(index)
+        if whole := [name for name in self._stored if name.startswith(EXPERTS) and not name.endswith(".weight")]:
+            raise CheckpointError(
+                f"layer {index} holds {', '.join(sorted(whole))}, all experts in one tensor; save the checkpoint with "
+                "transformers, which stores each expert's own"
+            )
         shapes = {name: tuple(each.shape) for name, each in self._stored.items()}
         self._modules = layer_modules(body.config.text.names, shapes)
         names = [module for members in self._modules.members.values() for module in members]
@@ -73,13 +78,16 @@ class LayerQuantizer:
         found = self._body.watch(INPUTS, self._sequences)
         for reader, inputs in found.items():
             members = self._modules.members[reader]
-            norm, factor = self._modules.norms.get(reader), self._modules.factors.get(reader)
-            if norm is None and factor is None:
+            norm, factors = self._modules.norms.get(reader), self._modules.factors.get(reader, ())
+            if norm is None and not factors:
                 continue
             dtype = self._stored[f"{members[0]}.weight"].dtype
             weights = [self._weights[module] for module in members]
             scales = methods.search_scales(weights, inputs, self._recipe.group_size, self._recipe.symmetric, dtype)
-            scales = self._into_norm(norm, scales) if norm else self._into_factor(str(factor), scales)
+            if norm:
+                scales = self._into_norm(norm, scales)
+            for factor in factors:
+                self._into_factor(factor, scales)
             for module in members:
                 self._weights[module] = self._weights[module] * scales
 
@@ -90,9 +98,8 @@ class LayerQuantizer:
         self._stored[f"{norm}.weight"] = new.cpu()
         return torch.where(new == 0, torch.ones_like(scales), old.to(scales) / new.to(scales))
 
-    def _into_factor(self, module: str, scales: torch.Tensor) -> torch.Tensor:
+    def _into_factor(self, module: str, scales: torch.Tensor) -> None:
         """Divides a linear layer's outputs."""
         self._weights[module] = self._weights[module] / scales[:, None]
         if (bias := self._stored.get(f"{module}.bias")) is not None:
             self._stored[f"{module}.bias"] = (bias.to(scales) / scales).to(bias.dtype).cpu()
-        return scales

@@ -8,6 +8,7 @@ memory. Ways take turns, each in a CUDA graph over more copies of its weights th
     skinny         products of few rows in bfloat16, and the gate-up product with its activation (`gate_up*`)
     w4a16          the same with 4-bit weights; figures `quant.w4a16.m*` (speed over cuBLAS, summed over four shapes)
     fp8            products in e4m3 for 96 and 256 rows, beside cuBLAS without scales
+    experts        a layer's routing and products, of Qwen3-30B-A3B's shape, beside torch's grouped ones in bfloat16
     decode         attention of one token each, by batch and context, from caches whose blocks lie in random order
     prefill        attention of many, beside torch's own on contiguous keys; TFLOP/s over what the causal mask leaves
 
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,7 +42,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from tessera.kernels import reference
 from tessera.kernels.activation import silu_and_multiply
-from tessera.kernels.fp8_rows import fp8_sums, quantize_rows, quantize_weight
+from tessera.kernels.experts import grouped_down, grouped_gate_up, route
+from tessera.kernels.fp8_rows import Fp8Rows, fp8_sums, quantize_rows, quantize_weight
 from tessera.kernels.norm import add_rms_norm
 from tessera.kernels.operands import PagedCache, finished
 from tessera.kernels.paged_decode import choose_splits, decode_attention
@@ -56,6 +59,8 @@ HEAD = (151680, 3584)
 GATED = "gate_up*"  # with the activation; beside the sums, not in them
 GROUP, CHUNK = 128, 64  # of 4-bit weights
 ROWS, FP8_ROWS = (1, 16, 32, 64), (96, 256)
+EXPERTS, PICKED, EXPERT_HIDDEN, EXPERT_SIZE = 128, 8, 2048, 768
+EXPERT_ROWS = (1, 10, 64, 256, 1024, 8192)
 DECODES = [(pieces, 1, context) for context in (450, 2400) for pieces in (1, 10, 64, 256)]
 PREFILLS = [(26, 316, 316), (4, 1852, 1852), (3, 2364, 2364), (8, 2300, 2300), (1, 512, 4608)]
 """Sequences, the new tokens of each, and the context that ends with those."""
@@ -65,7 +70,7 @@ LAUNCHES = 20
 TOLERANCE = 1e-2  # of bfloat16 results, relative, in norm
 CUDA = torch.device("cuda")
 
-Call = Callable[[], Any]
+Call = Callable[..., Any]
 
 
 def in_turns(ways: Mapping[str, list[Call]], stream: torch.cuda.Stream) -> dict[str, float]:
@@ -255,6 +260,43 @@ def fp8() -> Iterator[Case]:
             yield _product("fp8", name, x, weights, library, (ours, twin), n * k + m * (k + 2 * n))
 
 
+def experts() -> Iterator[Case]:
+    """Bytes are those of the experts that see a token."""
+    gate_up, down = (2 * EXPERT_SIZE, EXPERT_HIDDEN), (EXPERT_HIDDEN, EXPERT_SIZE)
+    halves = [tuple(normal(EXPERTS * n, k) * 0.02 for n, k in (gate_up, down)) for _ in range(2)]
+    fours = [tuple(random_w4(EXPERTS * n, k) for n, k in (gate_up, down)) for _ in range(2)]
+    eights = [tuple(Fp8Rows(*quantize_rows(weight)) for weight in pair) for pair in halves]
+    for form, weights, size in (("bf16", halves, 2.0), ("e4m3", eights, 1.0), ("4 bits", fours, 0.5)):
+        rows = quantize_rows if form == "e4m3" else lambda x: x
+        for m in EXPERT_ROWS:
+            x, logits = normal(m, EXPERT_HIDDEN), normal(m, EXPERTS)
+            ways = [partial(_experts, kernels, rows, x, logits) for kernels in (_OURS, reference)]
+            with poisoned():
+                wrong = error(*(way(*weights[-1]).product() for way in ways))
+            touched = int((route(logits, PICKED, True).bounds.diff() > 0).sum())
+            moved = int(touched * size * 3 * EXPERT_SIZE * EXPERT_HIDDEN) + 2 * m * EXPERT_HIDDEN * (1 + PICKED)
+            library = [partial(_torch_experts, x, logits, *pair) for pair in halves]
+            calls = {"grouped_mm": library, "ours": [partial(ways[0], *pair) for pair in weights]}
+            flop = 6 * m * PICKED * EXPERT_SIZE * EXPERT_HIDDEN if m >= 1024 else 0
+            yield Case("experts", form, m, calls, moved, wrong, flop)
+
+
+_OURS = SimpleNamespace(route=route, grouped_gate_up=grouped_gate_up, grouped_down=grouped_down)
+
+
+def _experts(kernels: Any, rows: Call, x: Any, logits: torch.Tensor, gates: Any, downs: Any) -> Any:
+    routing = kernels.route(logits, PICKED, True)
+    return kernels.grouped_down(rows(kernels.grouped_gate_up(rows(x), gates, routing)), downs, routing)
+
+
+def _torch_experts(x: torch.Tensor, logits: torch.Tensor, gates: torch.Tensor, downs: torch.Tensor) -> torch.Tensor:
+    """With our routing, and without the sum of a token's experts."""
+    routing = route(logits, PICKED, True)
+    gates, downs = (each.unflatten(0, (EXPERTS, -1)).mT for each in (gates, downs))
+    product = torch._grouped_mm(x[routing.pairs // PICKED], gates, offs=routing.bounds[1:])
+    return torch._grouped_mm(silu_and_multiply(product), downs, offs=routing.bounds[1:])
+
+
 class Paged:
     """Random queries of ``pieces`` sequences, ``count`` of each, and caches of their contexts, whose blocks lie in
     random order and hold not-a-numbers behind a context. There are copies, so that none is read from the L2 cache."""
@@ -327,7 +369,8 @@ def prefill() -> Iterator[Case]:
 
 
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
-    "elementwise": elementwise, "skinny": skinny, "w4a16": w4a16, "fp8": fp8, "decode": decode, "prefill": prefill,
+    "elementwise": elementwise, "skinny": skinny, "w4a16": w4a16, "fp8": fp8, "experts": experts, "decode": decode,
+    "prefill": prefill,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Compiles the kernels w4a16 and gate_up_silu for a Hopper GPU, on any machine.
+"""Compiles the kernels w4a16, gate_up_silu and of experts for a Hopper GPU, on any machine.
 
 A script, as an interpreted process cannot compile.
 """
@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from tessera.kernels.experts import _arrange, _down_of_experts, _gate_up_of_experts, _route, plan_grouped
 from tessera.kernels.gate_up_silu import GateUpPlan, _gate_up_silu
 from tessera.kernels.w4a16 import W4Plan, _swizzled, _w4a16
 
@@ -64,7 +65,42 @@ def w4a16(rows: int, plan: W4Plan, gated: bool) -> None:
     compile_for_hopper(GluonASTSource, _w4a16, signature, constants, "wgmma.mma_async", num_warps=plan.warps)
 
 
+def experts(pairs: int, form: str) -> None:
+    """The products of 128 experts, as many pairs as make small tiles or large ones; a token has 8."""
+    scaled, packed = form == "fp8e4nv", form == "i16"
+    plan = plan_grouped(pairs, 128, 2048, 1 if scaled else 2)
+    signature = {
+        "x": "*fp8e4nv" if scaled else "*bf16",
+        "weight": f"*{form}",
+        "scales": "*i32" if packed else "*fp32",
+        **dict.fromkeys(("pairs", "bounds"), "*i32"),
+        **dict.fromkeys(("pair_weights", "out"), "*bf16"),
+        "parts": "*fp32" if plan.rows < 64 else "*bf16",
+        **dict.fromkeys(("size", "tokens", "n", "k", "all_rows"), "i32"),
+        **({"x_scales": "*fp32"} if scaled else {}),
+    }
+    if not (scaled or packed):
+        del signature["scales"]
+    constants = {"PICKED": 8, "EXPERTS": 128, "CHUNK": 64 * packed, "GROUP": 128, "EARLY": True, **plan.launch}
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    for kernel in (_gate_up_of_experts, _down_of_experts):
+        own = {name: kind for name, kind in signature.items() if name in kernel.arg_names}
+        none = {name: None for name in ("x_scales", "scales") if name not in own}
+        compile_for_hopper(ASTSource, kernel, own, {**constants, **none}, "wgmma.mma_async", **options)
+
+
+def routing() -> None:
+    pointers = {"logits": "*bf16", "ids": "*i32", "weights": "*bf16", "experts": "i32"}
+    constants = {"PICKED": 8, "PLACES": 8, "BLOCK": 128, "NORMALIZE": True, "EARLY": True}
+    compile_for_hopper(ASTSource, _route, pointers, constants, "st.global", num_warps=1)
+    pointers = {"ids": "*i32", "pairs": "*i32", "bounds": "*i32", "count": "i32"}
+    compile_for_hopper(ASTSource, _arrange, pointers, {"BLOCK": 4096, "EARLY": True}, "st.global", num_warps=8)
+
+
 if __name__ == "__main__":
+    routing()
+    for pairs, form in ((80, "bf16"), (80, "i16"), (65536, "fp8e4nv")):
+        experts(pairs, form)
     gate_up_silu(GateUpPlan())
     for gated in (False, True):
         w4a16(8, W4Plan(64, 2), gated)

@@ -18,7 +18,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 LINEAR = re.compile(
-    r"(.*language_model.*|model\.)layers\.\d+\.(self_attn|attention|mlp|feed_forward)\.(?![qk]_norm)\w+\.weight"
+    r"(.*language_model.*|model\.)layers\.\d+\.(self_attn|attention|mlp|feed_forward)\."
+    r"(experts\.\d+\.)?(?![qk]_norm|gate\.)\w+\.weight"
 )
 FP8 = torch.float8_e4m3fn
 Packed = tuple[dict[str, torch.Tensor], torch.Tensor]

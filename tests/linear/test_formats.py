@@ -64,6 +64,14 @@ def grouped(found):
     return torch.cat(qkv), found["attention.wo"], torch.cat(gate_up), found["feed_forward.w2"]
 
 
+def of_experts(found):
+    """Qwen3-MoE: each expert's gate and up, one expert after the other, and so the downs."""
+    experts = [[found[f"mlp.experts.{number}.{part}_proj"] for part in ("gate", "up", "down")] for number in range(8)]
+    qkv = [found[f"self_attn.{part}_proj"] for part in "qkv"]
+    gate_up, down = [each for gate, up, _ in experts for each in (gate, up)], [down for _, _, down in experts]
+    return torch.cat(qkv), found["self_attn.o_proj"], torch.cat(gate_up), torch.cat(down)
+
+
 def as_stored(found):
     """Phi-3: q, k and v are one matrix, gate and up another, in our order."""
     return found["self_attn.qkv_proj"], found["self_attn.o_proj"], found["mlp.gate_up_proj"], found["mlp.down_proj"]
@@ -78,6 +86,7 @@ BODIES = {
     "qwen2_5_vl, as published": (partial(qwen2_vl, kind=QWEN2_5_VL), separate),
     "paddleocr_vl, as published": (paddleocr_vl, separate),
     "internlm2, original layout": (internlm2, grouped),
+    "qwen3_moe, original layout": (in_chat("qwen3_moe"), of_experts),
 }
 
 
@@ -86,7 +95,15 @@ def load(folder):
 
 
 # Of the other bodies one of each size of an element: what is read has one form whatever was stored.
-CASES = [(body, form) for body in BODIES for form in (FORMATS if body == "qwen2" else ("gptq desc_act", "modelopt"))]
+SOME = {
+    "qwen2": FORMATS,
+    "qwen3_moe, original layout": ("awq 32", "packed asym", "float channel dynamic", "fp8 blocks"),
+}
+CASES = [
+    (body, form)
+    for body in BODIES
+    for form in {**dict.fromkeys(SOME.get(body, ())), **dict.fromkeys(("gptq desc_act", "modelopt"))}
+]
 
 
 @pytest.mark.parametrize(("body", "form"), CASES)

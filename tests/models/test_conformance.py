@@ -61,6 +61,8 @@ LONGROPE = (
 )
 DYNAMIC = (("rope_type", "dynamic"), ("rope_theta", 10000.0), ("factor", 2.0))
 SIX_B = dict(norm_type="rms_norm", qk_norm=True, attention_bias=False, vision_hidden=80, vision_heads=5)
+#: A dense layer between two of experts.
+EXPERTS = (("num_experts", 8), ("num_experts_per_tok", 3), ("norm_topk_prob", True), ("mlp_only_layers", [1]))
 #: Each body with a tower of another kind.
 SHAPES = {
     "qwen2": Shape(rope=DYNAMIC),
@@ -69,6 +71,7 @@ SHAPES = {
     "llama, an earlier layer": Shape(text="llama", feature_layer=-2),
     "qwen3, a tower as the 6B's": Shape(text="qwen3", head_dim=32, **SIX_B),
     "qwen3, tied": Shape(text="qwen3", head_dim=8, tie=True, qk_norm=True, vision_layers=3),
+    "qwen3_moe": Shape(text="qwen3_moe", head_dim=32, text_layers=3, experts=EXPERTS),
     "phi3": Shape(text="phi3", text_hidden=96, head_dim=24, text_kv_heads=4, rope=LONGROPE, qk_norm=True),
 }
 FINAL_NORM = Shape(mean_pooling=False)  # which the original layout does not have
@@ -275,6 +278,7 @@ def test_rows_and_log_probabilities_are_those_of_transformers(tmp_path: Path, ca
         ("qwen2", "qwen2"),
         ("qwen2", "qwen2, tied, patches of 28"),
         ("qwen3", "qwen3, a tower as the 6B's"),
+        ("qwen3_moe", "qwen3_moe"),
         ("phi3", "phi3"),
     ],
 )

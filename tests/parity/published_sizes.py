@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 INTERNLM2, LLAMA, QWEN2 = "InternLM2ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM"
-PHI3, QWEN3 = "Phi3ForCausalLM", "Qwen3ForCausalLM"
+PHI3, QWEN3, QWEN3_MOE = "Phi3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Body:
 
     @property
     def model_type(self) -> str:
-        return self.architecture.removesuffix("ForCausalLM").lower()
+        return self.architecture.removesuffix("ForCausalLM").lower().replace("moe", "_moe")
 
     def config(self) -> dict[str, Any]:
         """Its section of config.json."""
@@ -57,6 +57,17 @@ _128K = (
     ("rope_scaling", _SU),
     ("rope_theta", 10000.0),
 )
+# As THUDM/slime's scripts/models/qwen3-30B-A3B.sh and qwen3-235B-A22B.sh name them, with every layer of experts.
+_EXPERTS = (
+    ("head_dim", 128),
+    ("num_experts", 128),
+    ("num_experts_per_tok", 8),
+    ("norm_topk_prob", True),
+    ("decoder_sparse_step", 1),
+    ("mlp_only_layers", []),
+    ("output_router_logits", False),
+    ("router_aux_loss_coef", 0.001),
+)
 BODIES = {
     "Qwen2-0.5B": Body(QWEN2, 896, 4864, 24, 14, 2, 151655, _DYNAMIC),
     "Qwen2.5-0.5B": Body(QWEN2, 896, 4864, 24, 14, 2, 151674, _DYNAMIC),
@@ -72,6 +83,8 @@ BODIES = {
     "Qwen3-8B": Body(QWEN3, 4096, 12288, 36, 32, 8, 151936, (("head_dim", 128),)),
     "Qwen3-14B": Body(QWEN3, 5120, 17408, 40, 40, 8, 151936, (("head_dim", 128),)),
     "Qwen3-32B": Body(QWEN3, 5120, 25600, 64, 64, 8, 151936, (("head_dim", 128),)),
+    "Qwen3-30B-A3B": Body(QWEN3_MOE, 2048, 6144, 48, 32, 4, 151936, (*_EXPERTS, ("moe_intermediate_size", 768))),
+    "Qwen3-235B-A22B": Body(QWEN3_MOE, 4096, 12288, 94, 64, 4, 151936, (*_EXPERTS, ("moe_intermediate_size", 1536))),
     "InternLM2-1.8B": Body(INTERNLM2, 2048, 8192, 24, 16, 8, 92553, _NO_BIAS),
     "InternLM2.5-7B": Body(INTERNLM2, 4096, 14336, 32, 32, 8, 92553, _NO_BIAS),
     "InternLM2-20B": Body(INTERNLM2, 6144, 16384, 48, 48, 8, 92553, _NO_BIAS),
@@ -125,12 +138,12 @@ SIZES = [
     Size("InternVL3.5-8B", "Qwen3-8B", *_QWEN2),
     Size("InternVL3.5-14B", "Qwen3-14B", *_QWEN2),
     Size("InternVL3.5-38B", "Qwen3-32B", *_QWEN2, "6B"),
+    Size("InternVL3.5-30B-A3B", "Qwen3-30B-A3B", *_QWEN2),
+    Size("InternVL3.5-241B-A28B", "Qwen3-235B-A22B", *_QWEN2, "6B"),
 ]
 #: (size, class of the body, its model type, template, why it is refused)
 REFUSED = [
     ("InternVL3-9B", "InternLM3ForCausalLM", "internlm3", "internvl2_5", "code that comes with the checkpoint"),
-    ("InternVL3.5-30B-A3B", "Qwen3MoeForCausalLM", "qwen3_moe", "internvl2_5", "mixtures of experts"),
-    ("InternVL3.5-241B-A28B", "Qwen3MoeForCausalLM", "qwen3_moe", "internvl2_5", "mixtures of experts"),
     ("InternVL3.5-GPT-OSS-20B", "GptOssForCausalLM", "gpt_oss", "internvl3_5_gpt_oss", "mixtures of experts"),
 ]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_checkpoints import Shape, hf_native
+from tiny_checkpoints import Shape, hf_native, join_experts
 from transformers import AutoModelForImageTextToText, DynamicCache
 
 from tessera.engine.engine import Engine
@@ -40,6 +40,18 @@ BODIES = {
     "llama3": Shape(text="llama", **rope("llama3", **LLAMA3)),
     "qwen3": Shape(text="qwen3", head_dim=32),
     "qwen3 tied, with biases": Shape(text="qwen3", tie=True, text_bias=True, **rope("default", 1e6)),
+    "qwen3_moe": Shape(text="qwen3_moe", head_dim=32),
+    "qwen3_moe, weights as they are, tied, with biases": Shape(
+        text="qwen3_moe", tie=True, text_bias=True, experts=(("num_experts", 6), ("num_experts_per_tok", 3))
+    ),
+    "qwen3_moe, dense layers between": Shape(
+        text="qwen3_moe",
+        text_layers=4,
+        experts=(
+            *(("num_experts", 8), ("num_experts_per_tok", 2), ("norm_topk_prob", True)),
+            *(("decoder_sparse_step", 2), ("mlp_only_layers", [1])),
+        ),
+    ),
     "phi3": Shape(**PHI3),
     "phi3, all key heads": Shape(**PHI3, text_kv_heads=4),
 }
@@ -86,6 +98,16 @@ def one_forward_a_token(model: Any, prompt: list[int], tokens: int) -> list[torc
 def test_tokens_and_logits_equal_transformers(tmp_path: Path, body: str) -> None:
     folder, model = both(tmp_path, BODIES[body])
     check(answer(folder, prompt_of(30), 8), one_forward_a_token(model, prompt_of(30), 8))
+
+
+def test_experts_stored_as_one_tensor(tmp_path: Path) -> None:
+    """As transformers holds them, and as each expert's own they give the same answer."""
+    folder = hf_native(tmp_path, BODIES["qwen3_moe"])
+    alone = answer(folder, prompt_of(30), 4)
+    join_experts(folder)
+    assert answer(folder, prompt_of(30), 4) == alone
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    check(alone, one_forward_a_token(model, prompt_of(30), 4))
 
 
 @pytest.mark.parametrize("length", [30, 60, 90])

@@ -9,7 +9,9 @@ have the names of that layout and the keys of the first.
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -49,6 +51,7 @@ CHAT_NAMES = {"attention_bias": "qkv_bias", "use_qk_norm": "qk_normalization"}
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "llama": "LlamaForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "internlm2": "InternLM2ForCausalLM",
@@ -81,6 +84,8 @@ class Shape:
     text_bias: bool = False  # Llama's and Qwen3's attention_bias; Qwen2 always has q/k/v biases
     text_mlp_bias: bool = False  # Llama's alone
     tie: bool = False
+    #: Qwen3-MoE's own settings, in pairs
+    experts: tuple[tuple[str, Any], ...] = (("num_experts", 8), ("num_experts_per_tok", 2), ("norm_topk_prob", True))
     max_position: int = 4096
     rope: tuple[tuple[str, Any], ...] = (("rope_type", "default"), ("rope_theta", 10000.0))
 
@@ -106,7 +111,8 @@ def hf_native(
     write_json(folder / "generation_config.json", {"eos_token_id": eos, "pad_token_id": pad})
     _write_processor(folder, shape, tokenizer)
     generator = torch.Generator().manual_seed(seed)
-    filled = {name: _filled(name, size, generator).to(dtype) for name, size in _weights(json.dumps(config)).items()}
+    sizes = dict(each for weight in _weights(json.dumps(config)).items() for each in _by_expert(*weight))
+    filled = {name: _filled(name, size, generator).to(dtype) for name, size in sizes.items()}
     if not prefix:
         filled = {_new_name(name): tensor for name, tensor in filled.items()}
     save_file(filled, folder / "model.safetensors", metadata={"format": "pt"})
@@ -231,6 +237,13 @@ def _hf_config(shape: Shape, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[s
     text |= {
         "qwen2": {"use_sliding_window": False, "sliding_window": None},
         "qwen3": {"attention_bias": shape.text_bias, "use_sliding_window": False, "sliding_window": None},
+        "qwen3_moe": {
+            "attention_bias": shape.text_bias,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "moe_intermediate_size": shape.text_mlp // 2,
+            **dict(shape.experts),
+        },
         "llama": {"attention_bias": shape.text_bias, "mlp_bias": shape.text_mlp_bias},
         "phi3": {"sliding_window": 2 * shape.max_position, **shape.outside_rope},
     }[shape.text]
@@ -275,6 +288,33 @@ def _weights(config: str) -> dict[str, torch.Size]:
         model = InternVLForConditionalGeneration(InternVLConfig.from_dict(json.loads(config)))
     tied = set(model.all_tied_weights_keys)
     return {name: weight.shape for name, weight in sorted(model.state_dict().items()) if name not in tied}
+
+
+def _by_expert(name: str, size: torch.Size) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """A weight as it is stored: that of all experts as theirs."""
+    before, experts, part = name.partition(".experts.")
+    if not experts:
+        yield name, size
+        return
+    parts = ["down_proj"] if part == "down_proj" else ["gate_proj", "up_proj"]
+    for number in range(size[0]):
+        for each in parts:
+            yield f"{before}.experts.{number}.{each}.weight", (size[1] // len(parts), size[2])
+
+
+def join_experts(folder: Path) -> None:
+    """Stores each layer's experts as transformers holds them, gates above ups."""
+    path, pattern = folder / "model.safetensors", re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+    tensors = load_file(path)
+    found: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+    for name in list(tensors):
+        if match := pattern.fullmatch(name):
+            found.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = tensors.pop(name)
+    for layer, experts in found.items():
+        of = [experts[number] for number in range(len(experts))]
+        tensors[f"{layer}.gate_up_proj"] = torch.stack([torch.cat((each["gate"], each["up"])) for each in of])
+        tensors[f"{layer}.down_proj"] = torch.stack([each["down"] for each in of])
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _filled(name: str, size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import quantize_fakes
 import torch
+from tiny_checkpoints import join_experts
 
 from tessera.checkpoint.weights import SafetensorsFolder
+from tessera.engine.execution.model_runner import load_model
 from tessera.errors import CheckpointError, ConfigError
 from tessera.models.registry import read_config
 from tessera.models.tower import stored_in_fp8
+from tessera.settings.stages import EngineConfig
 from tessera_quantize.body import Body
 from tessera_quantize.checkpoint import dequantized
 from tessera_quantize.layer import LayerQuantizer
@@ -58,22 +61,29 @@ def weights(folder: SafetensorsFolder) -> dict[str, torch.Tensor]:
         ("chat internlm2", "gptq"),
         ("chat qwen2", "fp8"),
         ("chat phi3", "rtn"),
+        ("native qwen3_moe", "gptq"),
+        ("native qwen3_moe", "awq"),
+        ("chat qwen3_moe", "fp8"),
     ],
 )
 def test_each_linear_layer_of_the_body_is_quantized_and_nothing_else(tmp_path, pictures, body, method):
-    source = quantize_fakes.checkpoint(tmp_path, body)
+    source = quantize_fakes.checkpoint(tmp_path, body, text_mlp=128)
     folder = made(quantize_fakes.job(source, tmp_path / "out", pictures, method))
     before = weights(SafetensorsFolder(source))
     after = weights(folder)
     assert after.keys() == before.keys()
     quantized = {name.removesuffix(".weight_scale") for name in folder.names() if name.endswith(".weight_scale")}
-    body_layers = {name.rpartition(".")[0] for name, each in before.items() if ".layers." in name and each.dim() == 2}
+    body_layers = {
+        name.rpartition(".")[0]
+        for name, each in before.items()
+        if ".layers." in name and each.dim() == 2 and not name.endswith(".mlp.gate.weight")
+    }
     assert quantized == {name for name in body_layers if name.startswith("language_model.")}
     for name, tensor in after.items():
-        if name.removesuffix(".weight") in quantized:
+        if name.removesuffix(".weight") in quantized and method != "awq":  # whose scales are folded into others
             error = (tensor - before[name].float()).norm() / before[name].float().norm()
             assert 0 < error < (0.04 if method == "fp8" else 0.2)
-        else:
+        elif method != "awq" or name.endswith(".mlp.gate.weight"):
             assert torch.equal(tensor, before[name])
     config = json.loads((folder.folder / "config.json").read_text())["quantization_config"]
     assert config["format"] == ("float-quantized" if method == "fp8" else "pack-quantized")
@@ -84,6 +94,9 @@ def test_each_linear_layer_of_the_body_is_quantized_and_nothing_else(tmp_path, p
     projector = "model.multi_modal_projector.linear_1", "mlp1.1"
     assert {layer[not native], projector[not native], head} <= ignore
     assert not any("embed" in name or "norm" in name for name in ignore)
+    routers = {name.removesuffix(".weight") for name in before if name.endswith(".mlp.gate.weight")}
+    assert len(routers) == 2 * ("moe" in body) == sum(name.endswith(".mlp.gate") for name in ignore)
+    assert load_model(read_config(folder.folder), EngineConfig(threads=1)).describe_weights() != "float32"
     assert (folder.folder / "quantization" / "report.md").is_file()
     assert not quantize_fakes.job(source, folder.folder, pictures).work.exists()
 
@@ -110,6 +123,30 @@ def test_awq_s_scales_change_the_tensors_and_not_the_layer(tmp_path, pictures, m
     quantizer._load()
     difference = whole.run(hidden, sample.positions) - expected
     assert difference.norm() < 0.01 * expected.norm()  # biases and norms are stored in bfloat16
+
+
+def test_awq_s_scales_of_experts_change_the_tensors_and_not_the_layer(tmp_path, monkeypatch):
+    """Those of the downs, folded into the ups; the norm before the experts is the router's too."""
+    monkeypatch.setattr("tessera_quantize.layer.INPUTS", ("qkv", "output", "gate_up", "down"))
+    source = quantize_fakes.checkpoint(tmp_path, "native qwen3_moe", text_mlp=128)
+    whole = Body(read_config(source), torch.float32, torch.device("cpu"))
+    hidden = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 64)
+    sample = quantize_fakes.sample(hidden)
+    quantizer = LayerQuantizer(whole, 0, Recipe("awq", 32), [sample])
+    before = {name: each.clone() for name, each in quantizer._weights.items()}
+    whole.load(whole.tensors(0))
+    expected = whole.run(hidden, sample.positions)
+    quantizer._fold_scales()
+    changed = {
+        name.rpartition(".")[2] for name, each in quantizer._weights.items() if not torch.equal(each, before[name])
+    }
+    assert changed == {"q_proj", "k_proj", "v_proj", "up_proj", "down_proj"}
+    quantizer._load()
+    difference = whole.run(hidden, sample.positions) - expected
+    assert difference.norm() < 0.01 * expected.norm()
+    join_experts(source)
+    with pytest.raises(CheckpointError, match=r"layer 0 holds mlp\.experts\.down_proj, .*all experts in one tensor"):
+        LayerQuantizer(Body(read_config(source), torch.float32, torch.device("cpu")), 0, Recipe("fp8"), [sample])
 
 
 def test_the_vision_tower_in_fp8(tmp_path, pictures):

@@ -40,13 +40,33 @@ class BodyNames:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """Feed-forward layers of ``num_experts`` gated MLPs, of which each token sees ``num_experts_per_tok``.
+
+    ``norm_topk_prob``: whether their weights sum to one. Layers of ``mlp_only_layers`` have a single MLP, as have those
+    between every ``decoder_sparse_step``.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: Literal[True, False]
+    decoder_sparse_step: int
+    mlp_only_layers: tuple[int, ...]
+
+    def at(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+
+@dataclass(frozen=True)
 class TextConfig:
     """The language model. ``attention_bias`` is q/k/v's, ``output_bias`` the attention output projection's.
 
     ``rope_scaling`` is None for plain rope, else a dict whose key ``rope_type`` names the rule. ``mrope_section``:
     how many of a head's frequencies turn with each axis of the positions; None for positions of one axis.
     They do so axis after axis, or in turn: ``mrope_interleaved``. ``row_depth``: how many rows of ``hidden_size`` a
-    picture's token has, of which the first is its embedding.
+    picture's token has, of which the first is its embedding. ``experts``: None for a body that has none.
     ``tie_word_embeddings`` is what the weights need: False whenever the checkpoint stores an output head.
     """
 
@@ -70,6 +90,7 @@ class TextConfig:
     mrope_section: tuple[int, ...] | None = None
     mrope_interleaved: bool = False
     row_depth: int = 1
+    experts: ExpertsConfig | None = None
     names: BodyNames = BodyNames()
 
     @property

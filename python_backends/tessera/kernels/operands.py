@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tessera.kernels.fp8_rows import Fp8Sums
+from tessera.kernels.fp8_rows import Fp8Rows, Fp8Sums
+from tessera.kernels.w4_layout import PackedW4
 
 #: the most rows of a product for few rows, in 16 bits or of 4-bit weights, and what divides k of the former
 MAX_ROWS, K_MULTIPLE = 64, 64
@@ -55,6 +56,18 @@ class Partials(NamedTuple):
 
 
 DeferredProduct = Fp8Sums | Partials
+#: a weight [n, k] as the products of experts take it, theirs one below the other
+StoredWeights = torch.Tensor | Fp8Rows | PackedW4
+#: x, of tokens or of pairs, and the weights that it meets
+GroupedOperands = tuple[torch.Tensor | Fp8Rows, StoredWeights]
+
+
+class Routing(NamedTuple):
+    """Which tokens each expert sees: a pair is token * picked + place, the place of an expert among a token's."""
+
+    pairs: torch.Tensor  # int32 [tokens * picked], expert after expert, each one's in order
+    bounds: torch.Tensor  # int32 [experts + 1]: where each expert's begin, and the end
+    weights: torch.Tensor  # [tokens, picked], of the model's dtype
 
 
 def finished(product: torch.Tensor | DeferredProduct) -> torch.Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tessera.kernels.fp8_rows import Fp8Rows, fp8_linear, quantize_rows, rescale
-from tessera.kernels.operands import DeferredProduct, PagedCache, Partials, finished
+from tessera.kernels.operands import MAX_ROWS, DeferredProduct, PagedCache, Partials, Routing, StoredWeights, finished
 from tessera.kernels.w4_layout import PackedW4, unpack
 
 
@@ -135,3 +137,49 @@ def w4a16_gate_up(x: torch.Tensor, weights: PackedW4, bias: torch.Tensor | None 
 def widen_w4(weights: PackedW4, dtype: torch.dtype) -> torch.Tensor:
     """W [n, k]."""
     return unpack(weights).to(dtype)
+
+
+def route(logits: torch.Tensor, picked: int, normalize: bool) -> Routing:
+    """logits [tokens, experts] -> each token's ``picked`` likeliest experts, of equal ones the first.
+
+    A softmax over all experts in float32; ``normalize``: the weights of a token sum to one. They are rounded to the
+    logits' dtype.
+    """
+    likely, ids = logits.softmax(-1, torch.float32).sort(dim=-1, descending=True, stable=True)
+    weights, (ids, pairs) = likely[:, :picked], ids[:, :picked].flatten().sort(stable=True)
+    bounds = torch.searchsorted(ids, torch.arange(logits.shape[1] + 1, device=ids.device))
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Routing(pairs.int(), bounds.int(), weights.to(logits.dtype))
+
+
+def grouped_gate_up(x: torch.Tensor | Fp8Rows, weights: StoredWeights, routing: Routing) -> torch.Tensor | Fp8Rows:
+    """x [tokens, k], weights [experts * 2 * size, k], of each expert gate first -> silu(gate) * up [pairs, size], in
+    the order of ``routing.pairs``."""
+    rows = x.dequantized() if isinstance(x, Fp8Rows) else x
+    product = _grouped(rows[routing.pairs // routing.weights.shape[1]], weights, routing.bounds)
+    return silu_and_multiply(product.to(routing.weights.dtype))
+
+
+def grouped_down(x: torch.Tensor | Fp8Rows, weights: StoredWeights, routing: Routing) -> Partials:
+    """x [pairs, k], weights [experts * n, k] -> [tokens, n], the sum of each token's pairs by their weights."""
+    product = _grouped(x.dequantized() if isinstance(x, Fp8Rows) else x, weights, routing.bounds)
+    tokens, picked = routing.weights.shape
+    weighted = torch.empty_like(product)
+    weighted[routing.pairs] = product * routing.weights.float().flatten()[routing.pairs, None]
+    parts = weighted.unflatten(0, (tokens, picked)).transpose(0, 1).contiguous()
+    return Partials(parts.to(routing.weights.dtype) if tokens > MAX_ROWS else parts, None, routing.weights.dtype)
+
+
+def _grouped(rows: torch.Tensor, weights: StoredWeights, bounds: torch.Tensor) -> torch.Tensor:
+    """rows [pairs, k], of each expert between its ``bounds``, by its weights -> float32 [pairs, n]."""
+    whole = unpack(weights) if isinstance(weights, PackedW4) else weights
+    values, ends = whole.values if isinstance(whole, Fp8Rows) else whole, bounds.tolist()
+    n = len(values) // (len(ends) - 1)
+    product = torch.zeros((len(rows), n), dtype=torch.float32, device=rows.device)
+    for expert, (begin, end) in enumerate(pairwise(ends)):
+        if begin < end:
+            part = slice(expert * n, (expert + 1) * n)
+            own = Fp8Rows(*(each[part] for each in whole)).dequantized() if isinstance(whole, Fp8Rows) else whole[part]
+            torch.matmul(rows[begin:end].float(), own.float().T, out=product[begin:end])
+    return product

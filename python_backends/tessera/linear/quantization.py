@@ -101,10 +101,13 @@ class _Selector:
 
     def __call__(self, modules: Collection[str]) -> LinearScheme:
         found = {module: self._group(module) for module in modules}
-        if len(set(found.values())) > 1:
+        firsts: dict[int | None, str] = {}
+        for module, group in found.items():
+            firsts.setdefault(group, module)  # of hundreds of experts one of each kind is told
+        if len(firsts) > 1:
             told = ", ".join(
                 f"{self.told(module)}: {'not quantized' if group is None else f'{self.method}, group {group}'}"
-                for module, group in found.items()
+                for group, module in firsts.items()
             )
             raise CheckpointError(f"modules that run as one layer must be quantized alike, which these are not: {told}")
         group = next(iter(found.values()))

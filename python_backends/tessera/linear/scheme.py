@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from tessera.checkpoint.weights import Target, TensorError, plain
+from tessera.checkpoint.weights import Target, TensorError, listed, plain
 from tessera.errors import CheckpointError
 from tessera.kernels.fp8_rows import MULTIPLE, Fp8Rows, Fp8Sums, fp8_linear, fp8_sums, quantize_rows
-from tessera.kernels.operands import FP8_K_MULTIPLE, FP8_MAX_ROWS, DeferredProduct
+from tessera.kernels.operands import FP8_K_MULTIPLE, FP8_MAX_ROWS, DeferredProduct, GroupedOperands, Routing
 from tessera.kernels.tuning import layer_kernels
 
 #: ways to multiply rows in e4m3 by weights in e4m3
@@ -28,8 +28,9 @@ _UNITS_FROM = (8, 9)  # the compute capability
 
 #: ascending numbers of rows, and the way's name up to each
 Ways = tuple[tuple[int, str], ...]
-#: where a linear layer stands: in a decoder layer, which decides what runs before and behind it, or alone
-Place = Literal["qkv", "output", "gate_up", "down", "alone"]
+#: where a linear layer stands: in a decoder layer, which decides what runs before and behind it, or alone; or whose it
+#: is: the experts' products are grouped, and have no ways to choose from
+Place = Literal["qkv", "output", "gate_up", "down", "alone", "experts"]
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,11 @@ class LinearScheme(ABC):
             return kernels.silu_and_multiply(sums.sums, fp8, (sums.x_scales, sums.scales))
         return kernels.silu_and_multiply(self.apply(layer, x), fp8)
 
+    def grouped(self, layer: Linear, x: torch.Tensor, routing: Routing | None = None) -> GroupedOperands:
+        """x [n, in_features] and the weights as the grouped products of experts take them; ``routing``: that whose
+        pairs x's rows are, None where they are tokens."""
+        return x, layer.get_buffer("weight")
+
     def multiply(self, layer: Linear, x: torch.Tensor | Fp8Rows, way: str) -> torch.Tensor:
         """By one of PRODUCTS."""
         if way == "rescaled":
@@ -190,6 +196,9 @@ class Linear(nn.Module):
     never held in two forms.
     """
 
+    #: how many experts share its rows; 0 where all rows are one layer's
+    experts: int = 0
+
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
@@ -231,6 +240,11 @@ class Linear(nn.Module):
     def wants_fp8_input(self, rows: int) -> bool:
         """Whether it wants its input of this many rows already quantized."""
         return self.scheme.wants_fp8_input(self, rows)
+
+    @property
+    def products_a_token(self) -> int:
+        """Multiplications by weights that it takes for one token."""
+        return self.in_features * self.out_features
 
     @property
     def held(self) -> tuple[str, ...]:
@@ -293,7 +307,7 @@ class Linear(nn.Module):
             target = getattr(self, name)
             if name in self.scheme.shared:
                 if target is not None and has_values(target) and not torch.equal(target, tensor):
-                    others = ", ".join(other for other in self._rows if other != module)
+                    others = listed(other for other in self._rows if other != module)
                     raise CheckpointError(f"{name} differ from those of {others}, which have the same input")
                 setattr(self, name, tensor)
                 continue

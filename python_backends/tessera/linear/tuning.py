@@ -59,7 +59,7 @@ def tune(places: Mapping[Linear, Place], device: torch.device, most_rows: int) -
     ``most_rows``: of a step. The cache has left the memory of such a step free, and no layer takes more by itself.
     """
     choices = MeasuredChoices(choices_path(), graph_milliseconds)
-    for shape, layers in layers_alike(places):
+    for shape, layers in layers_alike({layer: place for layer, place in places.items() if place != "experts"}):
         choose(layers, replace(shape, most_rows=most_rows), choices, machine_of(device))
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from tessera.checkpoint.weights import TensorError
 from tessera.kernels.fp8_rows import E4M3, Fp8Rows, quantize_rows, quantize_weight
-from tessera.kernels.operands import DeferredProduct
+from tessera.kernels.operands import DeferredProduct, GroupedOperands, Routing
 from tessera.linear.scheme import (
     Linear,
     LinearScheme,
@@ -113,6 +113,11 @@ class Fp8(LinearScheme):
 
     def quantized(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> Fp8Rows:
         return x if isinstance(x, Fp8Rows) else quantize_rows(x.contiguous(), layer.input_scale)
+
+    def grouped(self, layer: Linear, x: torch.Tensor, routing: Routing | None = None) -> GroupedOperands:
+        if layer.scales is not None:
+            return self.quantized(layer, x), Fp8Rows(layer.weight, layer.scales[:, None])
+        return self._rounded(layer, x) if layer.device.type == "cpu" else x, layer.weight
 
     def _apply_dequantized(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """In the model's dtype; on the CPU in float32, with x rounded as the product in FP8 sees it."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tessera.errors import CheckpointError
 from tessera.kernels.fp8_rows import Fp8Rows, quantize_rows, quantize_weight
-from tessera.kernels.operands import MAX_ROWS
+from tessera.kernels.operands import MAX_ROWS, GroupedOperands, Routing
 from tessera.kernels.tuning import layer_kernels
 from tessera.kernels.w4_layout import PackedW4, chunk_of, pack, zeros_fit
 from tessera.linear.scheme import (
@@ -46,7 +46,7 @@ class Int4(LinearScheme):
     On a Hopper GPU finishing packs them for the W4A16 kernel (``packed``, ``words``, ``arrivals``), their columns
     sorted by group. For many rows it keeps an FP8 copy beside them (``weight``, ``scales``) if ``resident`` is "auto"
     and the card has room, else each product dequantizes all of W again. ``ways`` says which of them is the fastest up
-    to how many rows. Elsewhere W is dequantized for good (``weight``).
+    to how many rows. Elsewhere W is dequantized for good (``weight``). Experts keep no copy.
     """
 
     shared = frozenset({"columns"})
@@ -103,17 +103,21 @@ class Int4(LinearScheme):
     def finish(self, layer: Linear) -> None:
         if layer.columns is not None and bool((layer.columns.diff() == 1).all()):  # in order
             layer.register_buffer("columns", None)
-        weight = dequantize(layer.codes, layer.scales, layer.zeros, layer.columns)
+        weight: torch.Tensor | None = None
         packed: PackedW4 | None = None
         copy: tuple[torch.Tensor | None, ...] = (None, None)
-        if self._packs(layer):
+        packs, resident = self._packs(layer), self.resident == "auto" and not layer.experts
+        if packs:
             codes = layer.codes if layer.columns is None else layer.codes[:, layer.columns]
             packed = pack(codes, layer.scales, layer.zeros)
-            if self.resident == "auto" and has_units(layer) and _half_is_free(layer.device):
-                copy = quantize_weight(weight)
+        if not packs or (resident and has_units(layer) and _half_is_free(layer.device)):
+            weight = dequantize(layer.codes, layer.scales, layer.zeros, layer.columns)
+        if packs and weight is not None:
+            copy = quantize_weight(weight)
         for name in ("codes", "scales", "zeros"):
             delattr(layer, name)
         if packed is None:
+            assert weight is not None
             del layer.columns
             layer.register_buffer("weight", weight.to(layer.dtype))
             return
@@ -146,6 +150,9 @@ class Int4(LinearScheme):
             return super().apply_gated(layer, x, fp8)
         gated = layer_kernels(layer.device.type).w4a16_gate_up(_sorted(layer, x), _packed(layer), layer.bias)
         return quantize_rows(gated) if fp8 else gated
+
+    def grouped(self, layer: Linear, x: torch.Tensor, routing: Routing | None = None) -> GroupedOperands:
+        return (_sorted(layer, x), _packed(layer)) if _is_packed(layer) else (x, layer.weight)
 
     def possible(self, layer: Linear, shape: LinearShape, rows: int) -> list[str]:
         if not _is_packed(layer):

@@ -76,8 +76,14 @@ class DecoderLayer(nn.Module):
         attended = attention.attend(self.index, self.heads(self.qkv.deferred(normal)), step)
         if step.rows is not None:
             residual = residual[step.rows]
+        return self.feed_forward(self.output.deferred(attended), residual)
+
+    def feed_forward(
+        self, x: torch.Tensor | DeferredProduct, residual: torch.Tensor
+    ) -> tuple[torch.Tensor | DeferredProduct, torch.Tensor]:
+        """The attention's output and what it is added to -> the same behind the MLP."""
         rows = len(residual)
-        normal, residual = self.post_norm(self.output.deferred(attended), residual, self.gate_up.wants_fp8_input(rows))
+        normal, residual = self.post_norm(x, residual, self.gate_up.wants_fp8_input(rows))
         return self.down.deferred(self.gate_up.gated(normal, self.down.wants_fp8_input(rows))), residual
 
     def heads(self, qkv: torch.Tensor | DeferredProduct) -> torch.Tensor | DeferredProduct:
@@ -153,7 +159,7 @@ class Qwen2(nn.Module):
     @property
     def products_a_token(self) -> int:
         """Multiplications by weights that the layers take for one token."""
-        return sum(linear.in_features * linear.out_features for linear in self.places(with_head=False))
+        return sum(linear.products_a_token for linear in self.places(with_head=False))
 
     def describe_weights(self) -> str:
         """What the layers' weights are, for people."""

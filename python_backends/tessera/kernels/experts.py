@@ -1,0 +1,295 @@
+"""The feed-forward of experts: which of them see which tokens, and their products, grouped by expert.
+
+A token's experts are found in one launch, and the pairs of token and expert are put in the order of the experts in a
+second. Each product is one launch over tiles of rows that have one expert; how many tiles there are is known on the
+device alone, so the grid is the most that there can be, and programs without a tile end at once: a CUDA graph holds
+for any routing. Each program finds its tile from the experts' bounds.
+
+As in :mod:`tessera.kernels.skinny_linear` products are computed transposed: for few rows the weights' bytes are the
+whole cost, and only those of experts that see a token are read. The second product gives each pair's rows times its
+weight as parts of a sum (:class:`Partials`), which the next norm adds in the order of a token's experts. No atomics, so
+equal inputs give equal outputs.
+
+Weights may be of 16 bits, in e4m3 with a scale a row (as the rows that they meet), or of 4 bits in the layout of
+:mod:`tessera.kernels.w4_layout`, of which codes less zeros are multiplied and sums scaled, so that W is never rounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from tessera.kernels.activation import gated
+from tessera.kernels.fp8 import early_launch, wait_for_previous
+from tessera.kernels.fp8_rows import Fp8Rows
+from tessera.kernels.operands import MAX_ROWS, Partials, Routing, StoredWeights
+from tessera.kernels.w4_layout import ZERO_BITS, PackedW4
+
+_MOST_PAIRS = 4096  # that a program orders at a time
+_ZERO_MASK = tl.constexpr((1 << ZERO_BITS) - 1)
+
+
+@dataclass(frozen=True)
+class GroupedPlan:
+    """Tiles of ``rows`` pairs by ``columns`` outputs, ``depth`` inputs at a time; powers of two."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int = 4
+    stages: int = 4
+
+    @property
+    def launch(self) -> dict[str, int]:
+        """What triton's launch takes of it."""
+        tile = {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.depth}
+        return {**tile, "num_warps": self.warps, "num_stages": self.stages}
+
+
+@cache
+def plan_grouped(pairs: int, experts: int, k: int, size: int) -> GroupedPlan:
+    """How to multiply ``pairs`` rows of ``k`` values of ``size`` bytes by as many experts; a pure function.
+
+    Tiles hold twice an expert's share, so that few experts need two and read their weights again.
+    """
+    rows = min(max(16, triton.next_power_of_2(2 * pairs // experts)), 128)
+    divisor = k & -k  # the largest power of two that divides k
+    if rows < 64:
+        return GroupedPlan(rows, 64, min(divisor, 256 // size))
+    return GroupedPlan(rows, 128, min(divisor, 128 // size), warps=8, stages=3)
+
+
+def route(logits: torch.Tensor, picked: int, normalize: bool) -> Routing:
+    """As :func:`tessera.kernels.reference.route`; ``logits`` contiguous, else ValueError."""
+    if not logits.is_contiguous() or not 1 <= picked <= logits.shape[1]:
+        raise ValueError(f"route: contiguous logits [tokens, experts] and 1 to experts picked, not {picked}")
+    (tokens, experts), device = logits.shape, logits.device
+    ids = torch.empty(tokens * picked, dtype=torch.int32, device=device)
+    routing = Routing(
+        torch.empty_like(ids),
+        torch.empty(experts + 1, dtype=torch.int32, device=device),
+        torch.empty((tokens, picked), dtype=logits.dtype, device=device),
+    )
+    early, block = early_launch(device), triton.next_power_of_2(experts)
+    if tokens:
+        shape = {"PICKED": picked, "PLACES": triton.next_power_of_2(picked), "BLOCK": block, "NORMALIZE": normalize}
+        _route[(tokens,)](logits, ids, routing.weights, experts, **shape, num_warps=1, **early)
+    at_a_time = min(max(32, triton.next_power_of_2(len(ids))), _MOST_PAIRS)
+    warps = min(max(at_a_time // 256, 1), 8)
+    _arrange[(experts,)](ids, routing.pairs, routing.bounds, len(ids), BLOCK=at_a_time, num_warps=warps, **early)
+    return routing
+
+
+def grouped_gate_up(
+    x: torch.Tensor | Fp8Rows, weights: StoredWeights, routing: Routing, plan: GroupedPlan | None = None
+) -> torch.Tensor:
+    """As :func:`tessera.kernels.reference.grouped_gate_up`, in one launch. ``plan`` replaces :func:`plan_grouped`'s.
+
+    ValueError for shapes, dtypes or strides that the kernel cannot take.
+    """
+    operands, k, all_rows, plan, options = _check(x, weights, routing, plan)
+    size = all_rows // (len(routing.bounds) - 1) // 2
+    out = torch.empty((len(routing.pairs), size), dtype=routing.weights.dtype, device=routing.pairs.device)
+    grid = triton.cdiv(size, plan.columns // 2), _most_tiles(routing, plan.rows)
+    if len(out):
+        _gate_up_of_experts[grid](*operands, routing.pairs, routing.bounds, out, size, k, all_rows, **options)
+    return out
+
+
+def grouped_down(
+    x: torch.Tensor | Fp8Rows, weights: StoredWeights, routing: Routing, plan: GroupedPlan | None = None
+) -> Partials:
+    """As :func:`tessera.kernels.reference.grouped_down`, and :func:`grouped_gate_up`."""
+    operands, k, all_rows, plan, options = _check(x, weights, routing, plan)
+    (tokens, picked), n = routing.weights.shape, all_rows // (len(routing.bounds) - 1)
+    dtype = routing.weights.dtype
+    shape = (picked, tokens, n)
+    parts = torch.empty(shape, dtype=dtype if tokens > MAX_ROWS else torch.float32, device=routing.pairs.device)
+    grid = triton.cdiv(n, plan.columns), _most_tiles(routing, plan.rows)
+    if tokens:
+        _down_of_experts[grid](*operands, *routing, parts, tokens, n, k, all_rows, **options)
+    return Partials(parts, None, dtype)
+
+
+def _most_tiles(routing: Routing, rows: int) -> int:
+    """Each expert that sees a token has one tile, and one more for each ``rows`` further pairs."""
+    pairs = len(routing.pairs)
+    touched = min(pairs, len(routing.bounds) - 1)
+    return touched + (pairs - touched) // rows
+
+
+def _check(
+    x: torch.Tensor | Fp8Rows, weights: StoredWeights, routing: Routing, plan: GroupedPlan | None
+) -> tuple[tuple[torch.Tensor | None, ...], int, int, GroupedPlan, dict[str, int | bool]]:
+    """What the kernels take of both operands, k, the rows of the weights, the plan and the options of a launch."""
+    experts, chunk, group = len(routing.bounds) - 1, 0, 1
+    scales: torch.Tensor | None
+    values, x_scales = x if isinstance(x, Fp8Rows) else (x, None)
+    if isinstance(weights, PackedW4):
+        (rows, k), stored, scales = weights.shape, weights.codes, weights.words
+        chunk, group = stored.shape[2], weights.group
+    else:
+        stored, scales = weights if isinstance(weights, Fp8Rows) else (weights, None)
+        rows, k = stored.shape
+    plan = plan or plan_grouped(len(routing.pairs), experts, k, values.itemsize)
+    if values.shape[1] != k or rows % experts or (not chunk and (k % plan.depth or plan.depth * values.itemsize < 32)):
+        raise ValueError(
+            f"experts: rows of k values and weights [{experts} * n, k], k a multiple of 32 bytes, "
+            f"not {list(values.shape)} and {[rows, k]}"
+        )
+    alike = values.itemsize > 1 if chunk else values.dtype == stored.dtype
+    if not alike or (x_scales is None) != (chunk > 0 or scales is None):
+        raise ValueError(f"experts: x and weights of one form, not {values.dtype} and {stored.dtype}")
+    if not (values.is_contiguous() and stored.is_contiguous()):
+        raise ValueError("experts: x and weights must be contiguous")
+    own = {"PICKED": routing.weights.shape[1], "EXPERTS": experts, "CHUNK": chunk, "GROUP": group}
+    options = {**own, **plan.launch, **early_launch(values.device)}
+    return (values, x_scales, stored, scales), k, rows, plan, options
+
+
+@triton.jit
+def _route(
+    logits, ids, weights, experts,
+    PICKED: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, NORMALIZE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program a token."""
+    wait_for_previous(EARLY)
+    row = tl.program_id(0)
+    expert, place = tl.arange(0, BLOCK), tl.arange(0, PLACES)
+    score = tl.load(logits + row * experts + expert, mask=expert < experts, other=float("-inf")).to(tl.float32)
+    left = tl.exp(score - tl.max(score, 0))
+    left = tl.where(expert < experts, left / tl.sum(left, 0), -1.0)
+    found, likely = tl.zeros((PLACES,), tl.int32), tl.zeros((PLACES,), tl.float32)
+    for number in tl.static_range(PICKED):
+        best = tl.max(left, 0)
+        # Of what is not a number none is the best: any expert will do, as long as there is one.
+        first = tl.min(tl.where(left == best, expert, experts - 1), 0)
+        found = tl.where(place == number, first, found)
+        likely = tl.where(place == number, best, likely)
+        left = tl.where(expert == first, -1.0, left)
+    if NORMALIZE:
+        likely /= tl.sum(likely, 0)
+    tl.store(ids + row * PICKED + place, found, mask=place < PICKED)
+    tl.store(weights + row * PICKED + place, likely.to(weights.dtype.element_ty), mask=place < PICKED)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _arrange(ids, pairs, bounds, count, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """One program an expert: counts the pairs of those before it, then writes its own."""
+    wait_for_previous(EARLY)
+    expert = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    before = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, count, BLOCK):
+        theirs = tl.load(ids + start + at, mask=start + at < count, other=expert)
+        before += (theirs < expert).to(tl.int32)
+    begin = tl.sum(before, 0)
+    tl.store(bounds + expert, begin)
+    for start in range(0, count, BLOCK):
+        own = (tl.load(ids + start + at, mask=start + at < count, other=-1) == expert).to(tl.int32)
+        place = tl.cumsum(own, 0) - own
+        tl.store(pairs + begin + place, start + at, mask=own != 0)
+        begin += tl.sum(own, 0)
+    if expert == tl.num_programs(0) - 1:
+        tl.store(bounds + expert + 1, begin)
+
+
+@triton.jit
+def _tile(bounds, EXPERTS: tl.constexpr, ALL: tl.constexpr, BLOCK_M: tl.constexpr):
+    """This program's expert, its first row and the end of the expert's; no rows where there is no tile for it."""
+    expert, tile = tl.arange(0, ALL), tl.program_id(1)
+    begin = tl.load(bounds + expert, mask=expert < EXPERTS, other=0)
+    end = tl.load(bounds + 1 + expert, mask=expert < EXPERTS, other=0)
+    tiles = (end - begin + BLOCK_M - 1) // BLOCK_M
+    mine = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    before = tl.sum(tl.where(expert < mine, tiles, 0), 0)
+    first = tl.sum(tl.where(expert == mine, begin, 0), 0) + (tile - before) * BLOCK_M
+    return mine, first, tl.sum(tl.where(expert == mine, end, 0), 0)
+
+
+@triton.jit
+def _product(
+    x, x_scales, weight, scales, x_rows, weight_rows, k, all_rows,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """W[weight_rows] x[x_rows]^T -> float32 [BLOCK_N, BLOCK_M]."""
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    x_at, weight_rows = x + x_rows.to(tl.int64)[None, :] * k, weight_rows.to(tl.int64)
+    if CHUNK:
+        column = tl.arange(0, CHUNK)
+        x_at += column[:, None]
+        weight_at = weight + weight_rows[:, None] * CHUNK + column[None, :]
+        for block in range(k // (4 * CHUNK)):
+            codes = tl.load(weight_at)
+            for part in tl.static_range(4):
+                words = tl.load(scales + (block * 4 + part) * CHUNK // GROUP * all_rows.to(tl.int64) + weight_rows)
+                values = (codes >> 4 * part & 15).to(tl.int32) - (words & _ZERO_MASK)[:, None]
+                sums = tl.dot(values.to(x.dtype.element_ty), tl.load(x_at + part * CHUNK), input_precision="ieee")
+                total += (words & ~_ZERO_MASK).to(tl.float32, bitcast=True)[:, None] * sums
+            weight_at += all_rows.to(tl.int64) * CHUNK
+            x_at += 4 * CHUNK
+    else:
+        column = tl.arange(0, BLOCK_K)
+        x_at += column[:, None]
+        weight_at = weight + weight_rows[:, None] * k + column[None, :]
+        for _ in range(k // BLOCK_K):
+            total = tl.dot(tl.load(weight_at), tl.load(x_at), total, input_precision="ieee")
+            weight_at += BLOCK_K
+            x_at += BLOCK_K
+        if scales is not None:
+            total *= tl.load(scales + weight_rows)[:, None] * tl.load(x_scales + x_rows)[None, :]
+    return total
+
+
+@triton.jit
+def _gate_up_of_experts(
+    x, x_scales, weight, scales, pairs, bounds, out, size, k, all_rows,
+    PICKED: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program a tile of pairs by BLOCK_N / 2 gates and their ups, rows of one tile in turn: gate, up, gate, ..."""
+    wait_for_previous(EARLY)
+    expert, first, stop = _tile(bounds, EXPERTS, triton.next_power_of_2(EXPERTS), BLOCK_M)
+    if first >= stop:
+        return
+    HALF: tl.constexpr = BLOCK_N // 2
+    start = tl.program_id(0) * HALF
+    tile_row = tl.arange(0, BLOCK_N)
+    weight_rows = expert * 2 * size + tl.minimum(start + tile_row // 2, size - 1) + tile_row % 2 * size
+    row, column = first + tl.arange(0, BLOCK_M), start + tl.arange(0, HALF)
+    # Rows past the expert's repeat its last one: loads without masks.
+    x_rows = tl.load(pairs + tl.minimum(row, stop - 1)) // PICKED
+    total = _product(
+        x, x_scales, weight, scales, x_rows, weight_rows, k, all_rows, CHUNK, GROUP, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+    total = total.to(out.dtype.element_ty)
+    gate, up = total.reshape(HALF, 2, BLOCK_M).permute(0, 2, 1).split()
+    inside = (column < size)[:, None] & (row < stop)[None, :]
+    tl.store(out + row.to(tl.int64)[None, :] * size + column[:, None], gated(gate, up), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _down_of_experts(
+    x, x_scales, weight, scales, pairs, bounds, pair_weights, parts, tokens, n, k, all_rows,
+    PICKED: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program a tile; ``parts`` [PICKED, tokens, n]."""
+    wait_for_previous(EARLY)
+    expert, first, stop = _tile(bounds, EXPERTS, triton.next_power_of_2(EXPERTS), BLOCK_M)
+    if first >= stop:
+        return
+    row, column = first + tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_rows, weight_rows = tl.minimum(row, stop - 1), expert * n + tl.minimum(column, n - 1)
+    total = _product(
+        x, x_scales, weight, scales, x_rows, weight_rows, k, all_rows, CHUNK, GROUP, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+    pair = tl.load(pairs + x_rows)
+    total *= tl.load(pair_weights + pair).to(tl.float32)[None, :]
+    place = (pair % PICKED).to(tl.int64) * tokens + pair // PICKED
+    inside = (column < n)[:, None] & (row < stop)[None, :]
+    tl.store(parts + place[None, :] * n + column[:, None], total.to(parts.dtype.element_ty), mask=inside)

@@ -1,0 +1,55 @@
+"""One linear layer of every expert of a feed-forward layer, applied by grouped products."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from tessera.checkpoint.weights import Target
+from tessera.kernels.operands import GroupedOperands, Routing
+from tessera.linear.scheme import Linear, SchemeSelector, shaped, stacked
+
+
+class Experts(Linear):
+    """Those of ``experts`` experts, one below the other, of which a token sees ``picked``.
+
+    Expert n is stored as the modules ``prefix``n.``parts``, of ``size`` output features each. Unquantized ones may be
+    stored as one tensor [experts, out, in] instead: ``whole``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        prefix: str,
+        parts: Sequence[str],
+        whole: str,
+        size: int,
+        experts: int,
+        picked: int,
+        schemes: SchemeSelector,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        names = [f"{prefix}{number}.{part}" for number in range(experts) for part in parts]
+        super().__init__(in_features, stacked(names, [size] * len(names)), False, schemes, dtype, device)
+        self.experts, self._picked, self._whole = experts, picked, f"{prefix}{whole}"
+
+    @property
+    def products_a_token(self) -> int:
+        return super().products_a_token // self.experts * self._picked
+
+    def operands(self, x: torch.Tensor, routing: Routing | None = None) -> GroupedOperands:
+        """What its grouped product takes for tokens x, or for the pairs of a ``routing``."""
+        return self.scheme.grouped(self, x, routing)
+
+    def targets(self, stored: Collection[str]) -> dict[str, Target]:
+        if self._whole in stored and self.scheme.leaves() == {"weight"}:
+            return {self._whole: self._take_whole}
+        return super().targets(stored)
+
+    def _take_whole(self, tensor: torch.Tensor) -> None:
+        shape = (self.experts, self.out_features // self.experts, self.in_features)
+        rows = shaped({self._whole: tensor}, self._whole, shape).flatten(0, 1)
+        for module, part in zip(self.sizes, rows.split(list(self.sizes.values()))):
+            self._take(module, "weight", 1, part)
