@@ -7,11 +7,13 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tessera_command.terminal import command, labels, positive, progress, sampling
+from tessera_wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from tessera_jobs.job import Job, Tally
@@ -45,6 +47,9 @@ def add_parse(commands: Any) -> None:
     add("--dpi", type=positive, default=200, metavar="N", help="at which a PDF's pages are drawn (%(default)s)")
     longest = "longest answer to a layout or a crop, in tokens (as many as fit)"
     add("--max-tokens", type=positive, metavar="N", help=longest)
+    add("--engine", choices=("mineru", "paddleocr-vl"), default="mineru", help="whose prompts are asked (%(default)s)")
+    found = "a server of MinerU2.5 or its like, which finds what paddleocr-vl reads (else a page is one text)"
+    add("--layout-url", metavar="URL", help=found)
     figures = "ask about figures and charts too, which MinerU2.5-Pro describes and reads"
     add("--image-analysis", action="store_true", help=figures)
     changed = "read pages again that another model has read"
@@ -125,15 +130,27 @@ def _parse(options: argparse.Namespace) -> int:
     say = _saying("parse")
     try:
         from tessera_documents import TesseraVlmClient
+        from tessera_documents.engine import Mineru, PaddleOcrVl
         from tessera_documents.job import Job, quiet
     except ImportError as error:
         say(str(error))
         return 1
     quiet()
-    how = _of(options, "dpi", "concurrency", "priority", "pages", "password", "image_analysis", "force", "patience")
-    asked = TesseraVlmClient(options.url, timeout=options.timeout, max_tokens=options.max_tokens)
-    with asked as vlm, progress("parsing") as advance:
-        job = Job(options.file, options.output, vlm, **how, notice=say, progress=advance)
+    how = _of(options, "dpi", "concurrency", "priority", "pages", "password", "force", "patience")
+    paddle, analysis = options.engine == "paddleocr-vl", options.image_analysis
+    meaningless = {"--image-analysis": paddle and analysis, "--layout-url": options.layout_url and not paddle}
+    for option, stated in meaningless.items():
+        if stated:
+            raise InvalidRequest(f"{option} means nothing to --engine {options.engine}", "leave it out")
+    with ExitStack() as servers:
+
+        def connect(url: str) -> TesseraVlmClient:
+            return servers.enter_context(TesseraVlmClient(url, timeout=options.timeout, max_tokens=options.max_tokens))
+
+        layout = Mineru(connect(options.layout_url)) if options.layout_url else None
+        vlm, advance = connect(options.url), servers.enter_context(progress("parsing"))
+        engine = PaddleOcrVl(vlm, layout) if paddle else Mineru(vlm, analysis)
+        job = Job(options.file, options.output, engine, **how, notice=say, progress=advance)
         try:
             tally = job.run()
         except OSError as error:

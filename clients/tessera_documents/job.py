@@ -17,10 +17,11 @@ from typing import Any
 from loguru import logger
 from PIL import Image
 
-from tessera_documents.edges import clear_of_letters
+from tessera_client.messages import ServedModel
+from tessera_documents.engine import Mineru, PaddleOcrVl
 from tessera_documents.results import OutputFolder, PageFiles
 from tessera_documents.sources import BadDocument, Document, PageRanges, Source, digest, find, open_document
-from tessera_documents.vlm_client import TesseraVlmClient, known_page, mineru_client
+from tessera_documents.vlm_client import TesseraVlmClient
 from tessera_jobs.asker import Asker, ServersUnavailable, described, for_each, run_job
 from tessera_wire.errors import InvalidRequest
 
@@ -53,23 +54,22 @@ class _Threads(ThreadPoolExecutor):
 class Job:
     """One run over ``paths`` into ``out``.
 
-    vlm: asked for layouts and crops. dpi: dots per inch at which a PDF's pages are rendered. concurrency: requests
-    at a time; a quarter as many pages are in memory. priority: of all requests; lower ones are served first. pages:
-    which of each document's are read, as :class:`PageRanges` has it; None: all. password: of the PDFs that want
-    one. image_analysis: asks about figures and charts too. force: reads pages again that another model has read.
-    patience: seconds to wait for a server at the start. notice: called with what the user should know at once.
-    progress: called with the number of pages that are over, of pages in all, and how fast they are made.
+    engine: what finds blocks and reads them. dpi: dots per inch at which a PDF's pages are rendered. concurrency:
+    requests at a time; a quarter as many pages are in memory. priority: of all requests; lower ones are served first.
+    pages: which of each document's are read, as :class:`PageRanges` has it; None: all. password: of the PDFs that want
+    one. force: reads pages again that another model has read. patience: seconds to wait for a server at the start.
+    notice: called with what the user should know at once. progress: called with the number of pages that are over, of
+    pages in all, and how fast they are made.
     """
 
     paths: Sequence[Path]
     out: Path
-    vlm: TesseraVlmClient
+    engine: Mineru | PaddleOcrVl
     dpi: int
     concurrency: int
     priority: int
     pages: str | None
     password: str | None
-    image_analysis: bool
     force: bool
     patience: float
     notice: Callable[[str], None]
@@ -88,23 +88,27 @@ class Job:
         return run_job(self._run())
 
     async def _run(self) -> Tally:
-        self.vlm.asker = asker = Asker(self.vlm.impatient, self.patience, one_model=True)
-        await asker.begin(self.notice)
-        self._served = await asker.model()
+        served = [await self._begin(vlm) for vlm in self.engine.servers]
+        self._served, self._made_from = served, self.engine.made_from(served)
         with closing(OutputFolder(self.out)) as self._output:
             return await self._read()
+
+    async def _begin(self, vlm: TesseraVlmClient) -> ServedModel:
+        vlm.asker = asker = Asker(vlm.impatient, self.patience, one_model=True)
+        await asker.begin(self.notice)
+        return await asker.model()
 
     async def _read(self) -> Tally:
         self._started = time.monotonic()
         handler = logger.add(_note, level="WARNING", filter=lambda record: "warnings" in record["extra"])
         try:
             with _Threads() as threads, ThreadPoolExecutor(1, "tessera-pages") as self._opener:
-                self._reader = mineru_client(self.vlm, executor=threads, image_analysis=self.image_analysis)
+                self.engine.use(threads)
                 self._slots = asyncio.Semaphore(self.concurrency)
                 models: Counter[str | None] = Counter()
                 openable = [source for source in self._sources if await self._look(source, models)]
                 self._hold_against(models)
-                await self._check_reads_documents()
+                await self.engine.check(self._served, self.priority, self._slots)
                 self._started = time.monotonic()
                 await for_each(self._pages(openable), self._work, max(1, self.concurrency // REQUESTS_PER_PAGE))
         finally:
@@ -135,28 +139,20 @@ class Job:
 
     def _files(self, source: Source) -> PageFiles:
         """Raises OSError and BadDocument."""
-        made_from = {"digest": digest(source.path), "dpi": self.dpi, "max_tokens": self.vlm.max_tokens}
-        made_from |= {"image_analysis": True} if self.image_analysis else {}  # which earlier versions do not state
-        return PageFiles(source.path, self.out / source.folder, made_from, self._served.checkpoint)
+        made_from = {"digest": digest(source.path), "dpi": self.dpi, "max_tokens": self.engine.vlm.max_tokens}
+        folder = self.out / source.folder
+        return PageFiles(source.path, folder, made_from | self._made_from, self._served[0].checkpoint)
 
     def _hold_against(self, models: Counter[str | None]) -> None:
         """Raises InvalidRequest where another model has read some of the pages."""
         unknown = models.pop("", 0)
-        others = sum(models.values()) - models[None] - models[self._served.checkpoint]
+        others = sum(models.values()) - models[None] - models[self._served[0].checkpoint]
         if others:
-            words = f"another model than {described(self._served)} has read {others} of the pages in {self.out}"
+            words = f"another model than {described(self._served[0])} has read {others} of the pages in {self.out}"
             raise InvalidRequest(words, "--force reads these again; or give another -o")
         if unknown:
             words = f"{unknown} pages in {self.out} do not say which model has read them (an earlier version's)"
             self.notice(f"{words}: they are kept; --force reads them again")
-
-    async def _check_reads_documents(self) -> None:
-        if not await self._reader.aio_layout_detect(known_page(), self.priority, self._slots):
-            words = (
-                f"the model at {self.vlm.client.url} ({described(self._served)}) reads no documents: it found nothing"
-            )
-            remedy = "serve MinerU2.5, or the small one that comes with Tessera: tessera serve --default documents"
-            raise InvalidRequest(f"{words} on a page of text", remedy)
 
     async def _pages(self, sources: Sequence[Source]) -> AsyncGenerator[tuple[PageFiles, int, Image.Image], None]:
         """Every page that is not complete, rendered."""
@@ -189,9 +185,7 @@ class Job:
         warnings: list[str] = []
         try:
             with logger.contextualize(warnings=warnings):
-                layout = await self._reader.aio_layout_detect(image, self.priority, self._slots)
-                await asyncio.to_thread(clear_of_letters, image, layout)
-                blocks = await self._reader.aio_extract_with_layout(image, layout, self.priority, self._slots)
+                blocks = await self.engine.read(image, self.priority, self._slots)
         except ServersUnavailable:
             raise
         except Exception as error:  # the server's refusal, or a fault of MinerU's on odd answers

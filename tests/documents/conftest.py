@@ -14,10 +14,11 @@ from tessera_documents import vlm_client
 
 @pytest.fixture
 def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Runs the command before a reader, into the folder ``out``; the exit code."""
+    """Runs the command before a reader, into the folder ``out``; the exit code. ``layout``: what is at layout:1."""
 
-    def run(reader: FakeTransport, *arguments: Any) -> int:
-        monkeypatch.setattr(vlm_client, "open_transport", lambda url, models: reader)
+    def run(reader: FakeTransport, *arguments: Any, layout: FakeTransport | None = None) -> int:
+        readers = {"layout:1": layout}
+        monkeypatch.setattr(vlm_client, "open_transport", lambda url, models: readers.get(url) or reader)
         small = () if "--dpi" in arguments else ("--dpi", "50")  # which is soon rendered
         patience = () if "--patience" in arguments else ("--patience", "1")
         return main(["parse", "-o", str(tmp_path / "out"), *small, *patience, *map(str, arguments)])

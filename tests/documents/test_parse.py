@@ -226,6 +226,68 @@ def test_figures_are_asked_about_where_that_is_wanted(parse: Any, tmp_path: Path
     assert f"![chart](page-0001-2.jpg)\n\n{block['content']}" in (folder / "document.md").read_text()
 
 
+class ElementReader(DocumentReader):
+    """Stands for PaddleOCR-VL: it is asked tasks, and finds no blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: ServedModel | Exception = ServedModel("a" * 32, "paddleocr_vl")
+        self.tasks: list[str] = []
+
+    def answer_to(self, request: Request) -> Sequence[Any]:
+        (turn,) = json.loads(request.messages or "")
+        assert [part["type"] for part in turn["content"]] == ["image", "text"] and turn["role"] == "user"
+        self.tasks.append(turn["content"][1]["text"])
+        color = seen(request.images[0])
+        return [final(f"<fcel>{color}<nl>" if "Table" in self.tasks[-1] else f"{color} words")]
+
+
+def test_elements_that_another_server_finds_are_read_by_their_tasks(parse: Any, tmp_path: Path) -> None:
+    picture(FIRST).save(tmp_path / "a.png")
+    finder, reader, folder = (
+        DocumentReader(LAYOUT.replace("title", "chart")),
+        ElementReader(),
+        tmp_path / "out" / "a.png",
+    )
+    engine = ("--engine", "paddleocr-vl", "--layout-url", "layout:1")
+    for _ in range(2):  # what is complete is kept
+        assert parse(reader, tmp_path / "a.png", *engine, layout=finder) == 0
+        assert finder.layouts_and_crops == "L"
+        assert sorted(reader.tasks) == ["Chart Recognition:", "OCR:", "Table Recognition:"]
+    page = page_of(folder / "page-0001.json")
+    assert contents(folder / "page-0001.json") == ["red words", "green words", "<table><tr><td>blue</td></tr></table>"]
+    assert page["made_from"]["layout"] == "0" * 32 and page["made_from"]["checkpoint"] == "a" * 32
+    sampled = [json.loads(request.sampling or "") for request, *_ in reader.requests]
+    assert {each["temperature"] for each in sampled} == {0.0}
+    finder.model = OTHER  # other blocks
+    assert parse(reader, tmp_path / "a.png", *engine, layout=finder) == 0 and finder.layouts_and_crops == "LL"
+
+
+def test_without_one_a_page_is_one_text(parse: Any, tmp_path: Path) -> None:
+    picture(("green", "green", "green")).save(tmp_path / "a.png")
+    reader, folder = ElementReader(), tmp_path / "out" / "a.png"
+    assert parse(reader, tmp_path / "a.png", "--engine", "paddleocr-vl") == 0 and reader.tasks == ["OCR:"]
+    (block,) = page_of(folder / "page-0001.json")["blocks"]
+    assert (block["type"], block["bbox"], block["content"]) == ("text", [0, 0, 1, 1], "green words")
+    assert (folder / "page-0001.md").read_text() == "green words\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--engine", "paddleocr-vl"), "is no PaddleOCR-VL"),
+        (("--engine", "paddleocr-vl", "--image-analysis"), "--image-analysis means nothing to --engine paddleocr-vl"),
+        (("--layout-url", "layout:1"), "--layout-url means nothing to --engine mineru"),
+    ],
+)
+def test_an_engine_that_is_not_served_is_refused(
+    parse: Any, tmp_path: Path, capsys: Capture, arguments: tuple[str, ...], said: str
+) -> None:
+    picture(FIRST).save(tmp_path / "a.png")
+    assert parse(DocumentReader(), tmp_path / "a.png", *arguments) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_options_reach_every_request(parse: Any, tmp_path: Path) -> None:
     reader = DocumentReader()
     picture(FIRST).save(tmp_path / "a.png")
