@@ -101,6 +101,8 @@ def test_fp8(monkeypatch: pytest.MonkeyPatch, units: bool) -> None:
 
 def test_four_bits_are_packed_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a Hopper GPU; they compute what the dequantized weights do, which other devices keep."""
+    monkeypatch.setattr("tessera.linear.formats.int4.has_units", lambda layer: True)  # and room for copies
+    monkeypatch.setattr("tessera.linear.formats.int4._half_is_free", lambda device: True)
     form, answers = awq(32), []
     for packs in (False, True):
         monkeypatch.setattr(Int4, "_packs", lambda scheme, layer, packs=packs: packs)
