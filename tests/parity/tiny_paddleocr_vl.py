@@ -92,6 +92,14 @@ def model_config(
     )
 
 
+def as_trained(model: Any) -> Any:
+    """transformers' model with the positions of the authors' code, which transformers 5.17 interpolates another way."""
+    embeddings = model.visual.vision_model.embeddings
+    assert embeddings.interpolation_align_corners is True
+    embeddings.interpolation_align_corners = False
+    return model
+
+
 def write_model(
     folder: Path,
     tied: bool = False,
@@ -106,6 +114,7 @@ def write_model(
     for name, parameter in model.named_parameters():
         parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
     model.save_pretrained(folder)
+    as_trained(model.model)
     return model
 
 

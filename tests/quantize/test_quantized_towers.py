@@ -58,6 +58,8 @@ def answers(
     (ours,) = quantize_fakes.greedy(folder, [prompt], TOKENS, prepared.positions)
 
     model, told = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    if model.config.model_type == "paddleocr_vl":
+        tiny_paddleocr_vl.as_trained(model.model)
     for name, module in model.model.named_modules():
         if isinstance(module, torch.nn.Linear) and not name.startswith("language_model."):
             # compressed-tensors 0.19 takes all rows of a matrix for one token; the tower's rows are a token each

@@ -23,9 +23,6 @@ from tessera.models.qwen2_vl.vision import Attention, Merger, Qwen2ViT, places_o
 from tessera.models.tower import TowerLayer, Wires
 
 _GRID_BYTES = 48  # a patch's place in the grid, its neighbours there and their shares
-#: Whether the grid's corners lie on the centres of a picture's corner patches, as in transformers 5.14 and 5.17. If
-#: not, its cells are stretched over the picture, as in transformers 5.3 and in vLLM.
-CORNERS = True
 
 
 class Projector(Merger):
@@ -41,14 +38,14 @@ class Projector(Merger):
 
 
 class PaddleOcrViT(Qwen2ViT):
-    """As :class:`Qwen2ViT`; ``corners``: :data:`CORNERS`."""
+    """As :class:`Qwen2ViT`."""
 
     patch_bias = True
 
-    def __init__(self, config: CheckpointConfig, corners: bool = CORNERS) -> None:
+    def __init__(self, config: CheckpointConfig) -> None:
         super().__init__(config)
         vision = config.vision
-        self.side, self.corners = vision.image_size // vision.patch_size, corners
+        self.side = vision.image_size // vision.patch_size
         self.position_embedding = nn.Parameter(torch.zeros(self.side**2, vision.hidden_size))
         for module in self.layers.modules():
             if isinstance(module, nn.LayerNorm):
@@ -57,7 +54,7 @@ class PaddleOcrViT(Qwen2ViT):
         self.projector = Projector(vision.hidden_size, group, text_size, vision.layer_norm_eps)
 
     def places(self, wires: Wires, device: torch.device) -> tuple[torch.Tensor, ...]:
-        grid = [_grid(height, width, self.merge, self.side, self.corners) for _, height, width in wires]
+        grid = [_grid(height, width, self.merge, self.side) for _, height, width in wires]
         return (*super().places(wires, device), to_device(torch.cat(grid), device))
 
     def embed(self, pixels: torch.Tensor, *places: torch.Tensor) -> torch.Tensor:
@@ -93,7 +90,11 @@ class PaddleOcrViT(Qwen2ViT):
 
 
 @lru_cache(maxsize=32)
-def _grid(height: int, width: int, merge: int, side: int, corners: bool) -> torch.Tensor:
-    """Where each patch lies in a square grid of ``side``, in the order of its groups: float32 [patches, 2]."""
-    places, size = places_of(height, width, merge).float(), torch.tensor([height, width])
-    return places * (side - 1) / (size - 1).clamp(min=1) if corners else (places + 0.5) * side / size - 0.5
+def _grid(height: int, width: int, merge: int, side: int) -> torch.Tensor:
+    """Where each patch's centre lies in a square grid of ``side`` whose cells are stretched over the picture, in the
+    order of its groups: float32 [patches, 2].
+
+    So do the authors' code, by which the weights were trained, vLLM and transformers 5.3; transformers 5.14 and 5.17
+    lay the corner cells' centres on those of the corner patches.
+    """
+    return (places_of(height, width, merge) + 0.5) * side / torch.tensor([height, width]) - 0.5
