@@ -98,7 +98,7 @@ class TowerKernels:
     def linear_and_gate(self, x: Any, linear: Any) -> torch.Tensor | Fp8Rows:
         """A linear layer of x [n, in], a tensor or Fp8Rows, whose rows are gates and then as many values, [n, 2 * size]
         -> silu(gate) * value [n, size]."""
-        return self.layers.silu_and_multiply(linear(x), self.fp8 and isinstance(linear, Fp8Linear))
+        return self.layers.silu_and_multiply(linear(x), self.fp8)
 
 
 PLAIN = TowerKernels()
