@@ -98,18 +98,21 @@ class Body:
 
     @torch.inference_mode()
     def embed(self, ids: torch.Tensor, places: torch.Tensor | None, rows: torch.Tensor | None) -> torch.Tensor:
-        """ids int64 [n]; ``rows`` [r, hidden] stand at ``places`` int64 [r] -> [n, hidden] on the CPU."""
+        """ids int64 [n]; ``rows`` [r, row size] stand at ``places`` int64 [r] -> [n, row size] on the CPU."""
         weight = self._model.embedding.get_buffer("weight")
         placed = (None, None) if rows is None or places is None else (places.to(self.device), rows.to(weight))
         return self._model.embedding(ids.to(self.device), *placed).cpu()
 
     @torch.inference_mode()
     def run(self, hidden: torch.Tensor, positions: torch.Tensor, fp8: bool = False) -> torch.Tensor:
-        """The layer on one sequence: hidden [n, hidden] and positions int64 [axes, n] -> [n, hidden], on the CPU."""
+        """The layer on one sequence: hidden [n, hidden] and positions int64 [axes, n] -> [n, hidden], on the CPU.
+
+        Of rows of several depths the next ones are added behind the layer, and those left go on beside the sum.
+        """
         for scheme in self._schemes().values():
             scheme.fp8 = fp8
-        count, shape = len(hidden), self._model.heads
-        x = hidden.to(self.device, copy=True)  # the layer may work in place
+        count, shape, size = len(hidden), self._model.heads, self.config.text.hidden_size
+        x = hidden[:, :size].to(self.device, copy=True).contiguous()  # the layer may work in place
         blocks = -(-count // _BLOCK)
         storage = KvStorage(1, (blocks, _BLOCK, shape.kv_heads, shape.head_dim), x.dtype, self.device)
         attention = create_backend("sdpa", shape, storage)
@@ -119,7 +122,8 @@ class Body:
         cos, sin = self._model.rotary.angles(positions.to(self.device), lengths)
         step = AttentionStep(cos, sin, torch.arange(count, device=self.device), None, plan)
         update, residual = self._layer(x, None, attention, step)
-        return (finished(update) + residual).cpu()
+        behind, added, left = (finished(update) + residual).cpu(), hidden[:, size : 2 * size], hidden[:, 2 * size :]
+        return torch.cat((behind + added, left), dim=1) if added.shape[1] else behind
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

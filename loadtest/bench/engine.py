@@ -223,7 +223,7 @@ def main() -> int:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     emit("startup_s", time.perf_counter() - began, "s")
-    prompts = Prompts(text.hidden_size, text.vocab_size, config.device)
+    prompts = Prompts(text.row_size, text.vocab_size, config.device)
     if "prefill" in options.parts:
         full = (PREFILL_WARM_UP, PREFILL_STEPS, config.max_batched_tokens, config.max_sequences)
         runs = [prefill(engine, prompts, *full) for _ in range(REPEATS)]

@@ -16,6 +16,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextConfig, Qwen3VLTextRotaryEmbedding
 
 from tessera.checkpoint.config import TextConfig
 from tessera.checkpoint.rope import TRAINED, Rope, RopeReader
@@ -33,7 +34,10 @@ FAMILIES = {
     "llama": (LlamaConfig, LlamaRotaryEmbedding),
     "phi3": (Phi3Config, Phi3RotaryEmbedding),
     "qwen2_vl": (Qwen2VLConfig, Qwen2VLRotaryEmbedding),
+    "qwen3_vl": (Qwen3VLTextConfig, Qwen3VLTextRotaryEmbedding),
 }
+#: where positions have axes: their sections, the base where none is stated, and whether they are interleaved
+AXES = {"qwen2_vl": ([16, 24, 24], 1e6, False), "qwen3_vl": ([24, 20, 20], 5e5, True)}
 SECTIONS: list[Any] = [
     None,
     {},
@@ -72,8 +76,9 @@ BESIDE = [{}, {"rope_theta": 5e5}, {"rope_theta": None}, {"partial_rotary_factor
 
 def ours(family: str, section: dict[str, Any]) -> Rope:
     body = next((body for body in BODIES if body.model_type == family), BODIES[0])
-    axes, section = ([16, 24, 24], {"rope_theta": 1e6} | section) if family == "qwen2_vl" else (None, section)
-    return RopeReader(body.ropes, 128, 4096, "config.json", axes, body.rope_sections).read(section, {})
+    axes, theta, interleaved = AXES.get(family, (None, 10000.0, False))
+    section = {"rope_theta": theta} | section if axes else section
+    return RopeReader(body.ropes, 128, 4096, "config.json", axes, body.rope_sections, interleaved).read(section, {})
 
 
 def theirs(family: str, section: dict[str, Any]) -> dict[str, Any]:
@@ -84,9 +89,9 @@ def theirs(family: str, section: dict[str, Any]) -> dict[str, Any]:
     config = getattr(config, "text_config", config)
     rotary = make_rotary(config)
     rope = {name: value for name, value in config.rope_parameters.items() if value is not None}
-    for name in ("type", "partial_rotary_factor"):
+    for name in ("type", "partial_rotary_factor", "mrope_interleaved"):
         rope.pop(name, None)
-    return rope | ({"mrope_section": tuple(rotary.mrope_section)} if family == "qwen2_vl" else {})
+    return rope | ({"mrope_section": tuple(rotary.mrope_section)} if family in AXES else {})
 
 
 def as_one(rope: Rope) -> dict[str, Any]:
@@ -95,7 +100,7 @@ def as_one(rope: Rope) -> dict[str, Any]:
 
 
 #: how many of them load
-READ = {"qwen2": 125, "qwen3": 125, "llama": 125, "phi3": 103, "qwen2_vl": 92}
+READ = {"qwen2": 125, "qwen3": 125, "llama": 125, "phi3": 103, "qwen2_vl": 92, "qwen3_vl": 81}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -217,3 +217,42 @@ def test_positions_of_three_axes_in_kernels_and_graphs():
     assert answers(graphs, made()) == plain and graphs.metrics.cached_tokens > 0
     with pytest.raises(InvalidRequest, match=r"positions must be \[3, "):
         graphs.submit(placed(2, axes=2))
+
+
+DEEP = tiny_model(
+    device=DEVICE,
+    architecture="Qwen3VLTextModel",
+    hidden_size=64,
+    head_dim=16,
+    num_hidden_layers=4,
+    mrope_section=(3, 3, 2),
+    mrope_interleaved=True,
+    row_depth=3,
+)
+
+
+def test_rows_of_several_depths_in_kernels_and_graphs(ran):
+    """A picture beside text alone: in pieces, in steps of both kinds of graphs, cached and not."""
+    rows = torch.randn(20, 3 * 64, generator=torch.Generator().manual_seed(5)) * 300  # as its sums
+
+    def made(rows=rows):
+        return [replace(placed(0), embeddings=rows), requests(2)[1], replace(placed(1), embeddings=rows)]
+
+    def engine(**settings):
+        return make_engine(model=DEEP, **settings)
+
+    def alone(requests):
+        readable = dict(attention="sdpa", prefix_cache="off", async_launch=False)
+        return [answers(engine(**readable), [each])[0] for each in requests]
+
+    plain = alone(made())
+    for depth in (1, 2):
+        without = rows.clone().unflatten(1, (3, 64))
+        without[:, depth] = 0
+        assert alone(made(without.flatten(1))[:1]) != plain[:1], "each depth matters"
+    assert answers(engine(max_batched_tokens=23, prefix_cache="off"), made()) == plain
+    graphs = engine(graphs=(1, 2, 4), prompt_graphs=(16, 48, 128))
+    assert answers(graphs, made()) == plain and ran["run"] and ran["greedy"] and graphs.metrics.graph_steps > 0
+    assert answers(graphs, made()) == plain and graphs.metrics.cached_tokens > 0
+    with pytest.raises(InvalidRequest, match=r"embeddings has shape \[20, 64\]; spans ask for \[20, 192\]"):
+        graphs.submit(placed(2))

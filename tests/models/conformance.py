@@ -146,8 +146,10 @@ def check_whole_chain(case: Case, folder: Path) -> None:
     model = case.write(folder)
     prepared = Preprocessor.from_checkpoint(folder)(case.request)
     inputs = case.inputs(folder, prepared)
-    rows = model.model.get_image_features(**inputs).pooler_output
+    found = model.model.get_image_features(**inputs)
+    rows = found.pooler_output
     rows = rows.flatten(0, -2) if isinstance(rows, torch.Tensor) else torch.cat(rows)
+    rows = torch.cat((rows, *(getattr(found, "deepstack_features", None) or ())), dim=1)
     for runner in ("torch", "onnx"):  # which is torch again for a tower that has no graph
         torch.testing.assert_close(encoded(folder, prepared, runner), rows, atol=1e-4, rtol=0)
     ids = torch.from_numpy(prepared.input_ids.astype(np.int64))[None]

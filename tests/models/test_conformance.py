@@ -13,6 +13,7 @@ import pytest
 import tiny_checkpoints
 import tiny_paddleocr_vl
 import tiny_qwen2_vl
+import tiny_qwen3_vl
 import torch
 from checkpoints import load_processor
 from grid_oracle import random_sizes
@@ -38,6 +39,7 @@ from PIL import Image
 from tiny_checkpoints import Shape, hf_native
 from tiny_qwen2_vl import GROUP, LEAST, MOST, QWEN2_5_VL, QWEN2_VL, Kind, picture
 from transformers.models.paddleocr_vl.modeling_paddleocr_vl import PaddleOCRVLModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from vision.tiny_qwen2_vl_tower import PATCH, config_of
 
 from tessera.kernels import tower_layers
@@ -79,6 +81,8 @@ FINAL_NORM = Shape(mean_pooling=False)  # which the original layout does not hav
 TILES = PreprocessRequest(text="What is this?", images=[picture(640, 480, 3)[0]], tile_policy={"max_tiles": 2})
 PICTURES = [picture(56, 84, seed=4), picture(140, 56, seed=5)]
 PATCHES = PreprocessRequest(text="<image> and <image>: alike?", images=[data for data, _ in PICTURES])
+PICTURES_OF_32 = [picture(64, 96, seed=4), picture(160, 64, seed=5)]  # groups of 32 pixels, as those are of 28
+PATCHES_OF_16 = PreprocessRequest(text="<image> and <image>: alike?", images=[data for data, _ in PICTURES_OF_32])
 
 
 def write_internvl(folder: Path, shape: Shape = SHAPES["qwen2"], prefix: str = "") -> Any:
@@ -110,6 +114,11 @@ def write_paddleocr_vl(folder: Path, tied: bool = False, bias: bool = False, nam
     return model
 
 
+def write_qwen3_vl(folder: Path, tied: bool = False) -> Any:
+    size = {"shortest_edge": LEAST, "longest_edge": MOST}
+    return tiny_qwen3_vl.write_model(folder, tied=tied, size=size)
+
+
 def tiles(folder: Path, prepared: Prepared) -> dict[str, torch.Tensor]:
     values = torch.from_numpy(prepared.pixels.reshape(-1, 448, 448, 3).copy()).permute(0, 3, 1, 2).float() / 255
     mean = torch.tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1)
@@ -126,6 +135,11 @@ def patches(folder: Path, prepared: Prepared) -> dict[str, torch.Tensor]:
 def raster_patches(folder: Path, prepared: Prepared) -> dict[str, torch.Tensor]:
     processor = tiny_paddleocr_vl.reference_processor(folder, LEAST, MOST)
     return processor.image_processor([image for _, image in PICTURES], return_tensors="pt")
+
+
+def patches_of_16(folder: Path, prepared: Prepared) -> dict[str, torch.Tensor]:
+    processor = tiny_qwen3_vl.reference_processor(folder, LEAST, MOST)
+    return processor.image_processor([image for _, image in PICTURES_OF_32], return_tensors="pt")
 
 
 def grey_levels(processor: Any, values: torch.Tensor) -> np.ndarray:
@@ -148,13 +162,16 @@ def internvl_reference(processor: Any) -> Reference:
     return theirs
 
 
-def qwen2_vl_reference(folder: Path, kind: Kind) -> Reference:
+def qwen2_vl_reference(
+    folder: Path, make: Callable[[], Any], processor_of: Callable[..., Any], side: int = 14
+) -> Reference:
+    """``make`` gives transformers' model, of which the positions are asked; ``side`` of a patch."""
     with torch.device("meta"):
-        model = kind.model(tiny_qwen2_vl.model_config(kind=kind)).model
+        model = make()
 
     def theirs(messages: list[dict[str, Any]], images: list[Image.Image], asked: Mapping[str, Any]) -> Expected:
         bounds = asked.get("min_pixels", LEAST), asked.get("max_pixels", MOST)
-        processor = tiny_qwen2_vl.reference_processor(folder, *bounds, kind)
+        processor = processor_of(folder, *bounds)
         prompt = processor.apply_chat_template(messages, add_generation_prompt=True)
         output = processor(images=images or None, text=prompt, return_tensors="pt")
         ids, grids = output["input_ids"], output.get("image_grid_thw", torch.empty((0, 3), dtype=torch.long))
@@ -163,9 +180,9 @@ def qwen2_vl_reference(folder: Path, kind: Kind) -> Reference:
         assert positions.max() + 1 - ids.shape[1] == deltas.item()  # what a Sequence adds to the length
         grey = np.empty(0)
         if images:
-            frames = output["pixel_values"].view(-1, 2, 2, 3, 2, 14, 14).permute(4, 0, 1, 2, 3, 5, 6)
+            frames = output["pixel_values"].view(-1, 2, 2, 3, 2, side, side).permute(4, 0, 1, 2, 3, 5, 6)
             assert torch.equal(frames[0], frames[1])
-            grey = grey_levels(processor.image_processor, frames[0].flatten(0, 2)).reshape(-1, 2, 2, 14, 14, 3)
+            grey = grey_levels(processor.image_processor, frames[0].flatten(0, 2)).reshape(-1, 2, 2, side, side, 3)
         return Expected(ids[0].tolist(), grey, grids.tolist(), positions[:, 0].numpy())
 
     return theirs
@@ -231,6 +248,12 @@ CASES = {
             "biases": {"bias": True},
         }.items()
     },
+    **{
+        f"qwen3_vl, {'tied' if tied else 'untied'}": Case(
+            partial(write_qwen3_vl, tied=tied), PATCHES_OF_16, patches_of_16, kinds=True, engine=PREFILL_IN_PARTS
+        )
+        for tied in (False, True)
+    },
 }
 RELATIVES = {kind.layout: kind for kind in (QWEN2_VL, QWEN2_5_VL)}
 FAMILIES: dict[str, Callable[[Path], Any]] = {
@@ -238,10 +261,30 @@ FAMILIES: dict[str, Callable[[Path], Any]] = {
     "qianfan_ocr": write_qianfan,
     **{name: partial(write_qwen2_vl, kind=kind) for name, kind in RELATIVES.items()},
     "paddleocr_vl": write_paddleocr_vl,
+    "qwen3_vl": write_qwen3_vl,
 }
+
+
+def model_of(kind: Kind) -> Any:
+    return kind.model(tiny_qwen2_vl.model_config(kind=kind)).model
+
+
 REFERENCES: dict[str, Callable[[Path], Reference]] = {
-    **{name: partial(qwen2_vl_reference, kind=kind) for name, kind in RELATIVES.items()},
+    **{
+        name: partial(
+            qwen2_vl_reference,
+            make=partial(model_of, kind),
+            processor_of=partial(tiny_qwen2_vl.reference_processor, kind=kind),
+        )
+        for name, kind in RELATIVES.items()
+    },
     "paddleocr_vl": paddleocr_vl_reference,
+    "qwen3_vl": partial(
+        qwen2_vl_reference,
+        make=lambda: Qwen3VLModel(tiny_qwen3_vl.model_config()),
+        processor_of=tiny_qwen3_vl.reference_processor,
+        side=16,
+    ),
 }
 
 
@@ -293,7 +336,7 @@ def test_the_original_layout_gives_its_native_twins_logits(tmp_path: Path, text:
 
 def test_pictures_of_many_sizes_are_cut_as_by_transformers(both: tuple[Preprocessor, Reference]) -> None:
     """Some keep their size in one family or the other; the rest is enlarged or shrunk."""
-    kept = [(448, 448), (896, 448), (28, 112), (140, 196), (196, 84), (112, 112)]
+    kept = [(448, 448), (896, 448), (28, 112), (140, 196), (196, 84), (112, 112), (32, 128), (160, 192)]
     sizes = [*kept, (640, 480), (333, 1000), (1000, 97), (31, 17), (461, 449)]
     sizes += np.exp(np.random.default_rng(2).uniform(2.3, 5.8, (4, 2))).astype(int).tolist()
     for seed, (width, height) in enumerate(sizes):
@@ -357,7 +400,10 @@ WITHIN = partial(attend_in_triton, plan=AttentionPlan(rows=32, tokens=16, warps=
 
 @pytest.mark.parametrize(
     ("family", "chosen"),
-    [("internvl", {"epilogue": True}), *product((*TOWERS, *RELATIVES, "paddleocr_vl"), ({}, {"fp8": True}))],
+    [
+        *product(("internvl", "qwen3_vl"), [{"epilogue": True}]),
+        *product((*TOWERS, *RELATIVES, "paddleocr_vl", "qwen3_vl"), ({}, {"fp8": True})),
+    ],
     ids=str,
 )
 def test_the_kernels_of_a_gpu_give_the_same_rows(

@@ -44,12 +44,12 @@ MERGER = {"model.visual.merger.mlp.0", "model.visual.merger.mlp.2"}
 
 @torch.inference_mode()
 def answers(
-    folder: Path, reference_processor: Callable[..., Any] = reference_processor
+    folder: Path, reference_processor: Callable[..., Any] = reference_processor, size: tuple[int, int] = (56, 84)
 ) -> tuple[list[int], list[int], int]:
     """The greedy tokens of our stages and of transformers about a picture, and how many weights it misses."""
     from transformers import AutoModelForImageTextToText
 
-    data, image = picture(56, 84, seed=4)
+    data, image = picture(*size, seed=4)
     prepared = Preprocessor.from_checkpoint(folder)(PreprocessRequest(text="<image> What is it?", images=[data]))
     (rows,) = VisionEncoder.from_checkpoint(folder).encode(
         [VisionItem(prepared.pixels, prepared.plan, prepared.digest)]

@@ -91,7 +91,7 @@ class RopeReader:
         one_of(1.0 if rotated is None else rotated, (1.0,), f"{where}: partial_rotary_factor")
         kind = settings.pop("rope_type", settings.pop("type", "default"))
         if axes is not None:
-            kind = "default" if kind == "mrope" else kind
+            kind = "default" if kind == "mrope" and not self.interleaved else kind
             axes = settings.pop("mrope_section", axes)
             _check_axes(axes, self.head_dim, where)
             if self.interleaved:  # transformers passes over what is stated

@@ -21,6 +21,7 @@ from tessera.checkpoint.config import CheckpointConfig, architecture_of
 from tessera.checkpoint.files import one_of, read_json
 from tessera.errors import CheckpointError, ConfigError
 from tessera.models.paddleocr_vl.config import BODY as PADDLEOCR_BODY
+from tessera.models.qwen3_vl.config import TEXT_BODIES as QWEN3_VL_BODIES
 from tessera.models.text.config import BODIES, TextSpec
 
 if TYPE_CHECKING:
@@ -92,12 +93,20 @@ MODELS = (
         vision_tensors=r"(model\.)?visual\.",
         mps_priority=1,
     ),
+    ModelSpec(
+        ("Qwen3VLForConditionalGeneration", "qwen3_vl"),
+        read_config="tessera.models.qwen3_vl.config:read",
+        processor="tessera.models.qwen2_vl.processor:Qwen2VL",
+        vision_tower="tessera.models.qwen3_vl.vision:Qwen3ViT",
+        vision_tensors=r"(model\.)?visual\.",
+        mps_priority=1,
+        text_bodies=QWEN3_VL_BODIES,
+    ),
 )
-# Relatives of Qwen2-VL that are known and refused: what they have that its tower and body do not.
-_DEEPSTACK = "its vision tower also feeds the first layers of the language model (deepstack)"
+# Relatives of Qwen2-VL that are known and refused: what they have that no tower or body here does.
+_EXPERTS = "its feed-forward layers are mixtures of experts"
 _REFUSED = {
-    **dict.fromkeys(("qwen3_vl", "Qwen3VLForConditionalGeneration"), _DEEPSTACK),
-    **dict.fromkeys(("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"), _DEEPSTACK),
+    **dict.fromkeys(("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"), _EXPERTS),
 }
 
 

@@ -116,8 +116,10 @@ class Qwen2ViT(Tower):
     """
 
     splits = False
-    #: whether files have one
+    #: whether files have a bias of the patch embedding
     patch_bias = False
+    #: whether the products in 16 bits apply the activation behind them, which is a GELU
+    epilogue = False
 
     def __init__(self, config: CheckpointConfig) -> None:
         super().__init__()
@@ -234,7 +236,7 @@ class Qwen2ViT(Tower):
             largest = reach.lengths[0]
             equal = chosen_for("equal", reach, [min(largest, most)] * max(1, most // largest))
             chosen[largest] = equal, chosen_for("mixed", reach, _mixed(reach.lengths, most))
-        kernels = partial(gpu_kernels, fp8=isinstance(attention.output, Fp8Linear))
+        kernels = partial(gpu_kernels, epilogue=self.epilogue, fp8=isinstance(attention.output, Fp8Linear))
         forward = partial(self, kernels=kernels(within=partial(_by_kind, chosen)))
         small = (1, self.merge, self.merge)
         for wires in ([small], [small, (1, self.merge, 2 * self.merge)]):  # compiles what would hold up requests
