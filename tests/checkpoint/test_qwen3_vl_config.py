@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,22 @@ import pytest
 import torch
 from models.checkpoint_folders import write
 from published_sizes import BODIES
+from safetensors.torch import load_file, save_file
 from tiny_qwen2_vl import edit
-from tiny_qwen3_vl import HALVES, ROPE, TEXT, write_folder
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from tiny_qwen3_vl import EXPERTS, HALVES, ROPE, TEXT, write_folder, write_model
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3VLConfig, Qwen3VLMoeConfig
 
 from tessera.checkpoint.normalization import CLIP_MEAN
-from tessera.checkpoint.weights import split_names
+from tessera.checkpoint.weights import fill, split_names
 from tessera.errors import CheckpointError
 from tessera.linear.quantization import scheme_selector
+from tessera.linear.scheme import Linear
 from tessera.models.qwen2_vl.config import PixelRange
 from tessera.models.registry import family_for, model_class, read_config
 from tessera.models.tower import unfilled_tower
 
+CPU = torch.device("cpu")
+MOE = "Qwen3VLMoeForConditionalGeneration"
 PROCESSOR = {"patch_size": 16, "image_mean": HALVES, "image_std": HALVES}
 LARGE = dict(hidden_size=1152, intermediate_size=4304, depth=27, deepstack_visual_indexes=[8, 16, 24])
 SMALL = dict(hidden_size=1024, intermediate_size=4096, depth=24, deepstack_visual_indexes=[5, 11, 17])
@@ -30,6 +35,8 @@ PUBLISHED = {
     "4B": ("Qwen3-4B", SMALL, True, 4438),
     "8B": ("Qwen3-8B", LARGE, False, 8767),
     "32B": ("Qwen3-32B", LARGE, False, 33357),
+    "30B-A3B": ("Qwen3-30B-A3B", LARGE, False, 31071),
+    "235B-A22B": ("Qwen3-235B-A22B", LARGE, False, 235670),
 }
 
 
@@ -40,10 +47,11 @@ def published(folder: Path, name: str) -> Path:
     text = BODIES[body].config() | {"max_position_embeddings": 262144, "rope_theta": 5e6, "rope_scaling": rope}
     for name in ("architectures", "use_sliding_window"):
         del text[name]
+    kind = "qwen3_vl_moe" if "num_experts" in text else "qwen3_vl"
     config = {
-        "architectures": ["Qwen3VLForConditionalGeneration"],
-        "model_type": "qwen3_vl",
-        "text_config": text | {"model_type": "qwen3_vl_text"},
+        "architectures": [MOE if "num_experts" in text else "Qwen3VLForConditionalGeneration"],
+        "model_type": kind,
+        "text_config": text | {"model_type": f"{kind}_text"},
         "vision_config": {**tower, "out_hidden_size": text["hidden_size"], "model_type": "qwen3_vl"},
         "tie_word_embeddings": tied,
     }
@@ -69,9 +77,11 @@ def test_a_published_size_has_a_tower_and_a_body(tmp_path: Path, name: str) -> N
     body = model_class(text.architecture)(text, scheme_selector(None), torch.bfloat16, torch.device("meta"))
     head = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size
     stored = sum(each.numel() for each in tower.parameters()) - filled + second_frame
-    stored += sum(buffer.numel() for buffer in body.buffers()) + body.products_a_token + head
+    linears = [module for module in body.layers.modules() if isinstance(module, Linear)]
+    products = sum(linear.out_features * linear.in_features for linear in linears)
+    stored += sum(buffer.numel() for buffer in body.buffers()) + products + head
     with torch.device("meta"):
-        theirs = Qwen3VLForConditionalGeneration(Qwen3VLConfig.from_pretrained(tmp_path))
+        theirs = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(tmp_path))
     assert stored == sum(each.numel() for each in theirs.parameters())
     assert round(stored / 1e6) == PUBLISHED[name][-1]
 
@@ -145,8 +155,12 @@ def test_names_of_weights(tmp_path: Path, tower: str) -> None:
         ({"text_config": {"rope_scaling": None}}, r"mrope_section \[24, 20, 20\] .* half the head size, 12"),
         ({"text_config": None}, "has no section 'text_config'"),
         ({"vision_config": None}, "has no section 'vision_config'"),
-        ({"architectures": ["Qwen3VLMoeForConditionalGeneration"]}, "'Qwen3VLMoe.*' is not supported: .*experts"),
-        ({"architectures": None, "model_type": "qwen3_vl_moe"}, "'qwen3_vl_moe' is not supported: .*experts"),
+        ({"architectures": [MOE]}, "text model 'qwen3_vl_text' is not supported"),
+        ({"architectures": None, "model_type": "qwen3_vl_moe"}, "text model 'qwen3_vl_text' is not supported"),
+        (
+            {"architectures": [MOE], "text_config": {"model_type": "qwen3_vl_moe_text", "norm_topk_prob": False}},
+            "norm_topk_prob False is not supported",
+        ),
     ],
 )
 def test_what_the_config_may_not_ask_for(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -175,3 +189,48 @@ def test_either_place_ties_the_head_and_layers_of_none_are_fed(tmp_path: Path) -
     assert (
         read_config(edit(tmp_path, vision_config={"deepstack_visual_indexes": []})).text.row_size == TEXT["hidden_size"]
     )
+
+
+def test_what_a_file_of_experts_leaves_out_is_transformers_default(tmp_path: Path) -> None:
+    theirs = Qwen3VLMoeConfig()
+    write_folder(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    rope = {"rope_scaling": ROPE | {"mrope_section": [24, 20, 20]}}
+    tower = raw["vision_config"] | {"out_hidden_size": theirs.text_config.hidden_size}
+    write(tmp_path, "config.json", raw | {"architectures": [MOE], "text_config": rope, "vision_config": tower})
+    text = read_config(tmp_path).text
+    assert text.architecture == "Qwen3VLMoeTextModel" and text.experts is not None
+    for name in (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+        *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "attention_bias"),
+    ):
+        assert getattr(text, name) == getattr(theirs.text_config, name), name
+    for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"):
+        assert getattr(text.experts, name) == getattr(theirs.text_config, name), name
+    assert text.experts.norm_topk_prob and not text.tie_word_embeddings
+
+
+def test_tensors_of_all_experts_are_read_either_way(tmp_path: Path) -> None:
+    """[experts, out, in], as this transformers saves a new model's, and [experts, in, out], as published files are said
+    to be; a square one does not say which it is."""
+    write_model(tmp_path, EXPERTS)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    whole = [name for name in stored if ".mlp.experts." in name]
+    assert len(whole) == 2 * 3
+
+    def layers() -> dict[str, torch.Tensor]:
+        config = read_config(tmp_path)
+        body = model_class(config.text.architecture)(config.text, scheme_selector(None), torch.float32, CPU)
+        tensors = load_file(file)
+        ours = {name: tensors[stored] for stored, name in split_names(tensors, config)["text"].items()}
+        fill("text", body.targets(set(ours)), ours.items())
+        return dict(body.named_buffers())
+
+    expected = layers()
+    save_file(stored | {name: stored[name].transpose(1, 2).contiguous() for name in whole}, file)
+    found = layers()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    write_model(tmp_path, EXPERTS | {"moe_intermediate_size": 32})
+    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj: is 64 x 64: which of them the inputs are"):
+        layers()

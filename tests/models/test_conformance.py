@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -114,9 +115,9 @@ def write_paddleocr_vl(folder: Path, tied: bool = False, bias: bool = False, nam
     return model
 
 
-def write_qwen3_vl(folder: Path, tied: bool = False) -> Any:
+def write_qwen3_vl(folder: Path, tied: bool = False, text: Mapping[str, Any] = MappingProxyType({})) -> Any:
     size = {"shortest_edge": LEAST, "longest_edge": MOST}
-    return tiny_qwen3_vl.write_model(folder, tied=tied, size=size)
+    return tiny_qwen3_vl.write_model(folder, text, tied=tied, size=size)
 
 
 def tiles(folder: Path, prepared: Prepared) -> dict[str, torch.Tensor]:
@@ -249,10 +250,14 @@ CASES = {
         }.items()
     },
     **{
-        f"qwen3_vl, {'tied' if tied else 'untied'}": Case(
-            partial(write_qwen3_vl, tied=tied), PATCHES_OF_16, patches_of_16, kinds=True, engine=PREFILL_IN_PARTS
+        f"qwen3_vl, {name}": Case(
+            partial(write_qwen3_vl, **options), PATCHES_OF_16, patches_of_16, kinds=True, engine=PREFILL_IN_PARTS
         )
-        for tied in (False, True)
+        for name, options in {
+            "untied": {},
+            "tied": {"tied": True},
+            "experts": {"text": tiny_qwen3_vl.EXPERTS},
+        }.items()
     },
 }
 RELATIVES = {kind.layout: kind for kind in (QWEN2_VL, QWEN2_5_VL)}

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from models import checkpoint_folders as folders
 from tiny_qwen2_vl import TOKENS
-from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
@@ -59,6 +65,8 @@ TEXT = dict(
     max_position_embeddings=4096,
     eos_token_id=2,
 )
+#: what a text model with experts has beside TEXT; of its tensors of all experts none is square
+EXPERTS = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, mlp_only_layers=[1])
 ROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [5, 4, 3], "mrope_interleaved": True}
 SIDE = 16
 HALVES = [0.5, 0.5, 0.5]  # mean and deviation of its pixels
@@ -98,12 +106,12 @@ def write_folder(folder: Path, **processor: Any) -> Path:
 
 def model_config(
     text: Mapping[str, Any] = MappingProxyType({}), vision: Mapping[str, Any] = MappingProxyType({}), **changes: Any
-) -> Qwen3VLConfig:
+) -> Qwen3VLConfig | Qwen3VLMoeConfig:
     sizes = {**TEXT, **text}
     half = sizes["head_dim"] // 2
     sections = [half - 2 * (half // 3), half // 3, half // 3] if "head_dim" in text else ROPE["mrope_section"]
     tower = {**VISION, "out_hidden_size": sizes["hidden_size"], **vision}
-    return Qwen3VLConfig(
+    return (Qwen3VLMoeConfig if "num_experts" in text else Qwen3VLConfig)(
         text_config={**sizes, "rope_parameters": {**ROPE, "mrope_section": sections}}, vision_config=tower, **changes
     )
 
@@ -119,7 +127,8 @@ def write_model(
     TEXT and VISION."""
     raw = json.loads((write_folder(folder, **processor) / "config.json").read_text())
     config = model_config(text, vision, tie_word_embeddings=tied, image_token_id=raw["image_token_id"])
-    model = Qwen3VLForConditionalGeneration(config).eval()
+    kind = Qwen3VLMoeForConditionalGeneration if "num_experts" in text else Qwen3VLForConditionalGeneration
+    model = kind(config).eval()
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
         parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)

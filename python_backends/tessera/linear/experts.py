@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from tessera.checkpoint.weights import Target
+from tessera.checkpoint.weights import Target, TensorError
 from tessera.kernels.operands import GroupedOperands, Routing
 from tessera.linear.scheme import Linear, SchemeSelector, shaped, stacked
 
@@ -15,7 +15,7 @@ class Experts(Linear):
     """Those of ``experts`` experts, one below the other, of which a token sees ``picked``.
 
     Expert n is stored as the modules ``prefix``n.``parts``, of ``size`` output features each. Unquantized ones may be
-    stored as one tensor [experts, out, in] instead: ``whole``.
+    stored as one tensor instead, ``whole``: [experts, out, in], or, where ``either_way``, also [experts, in, out].
     """
 
     def __init__(
@@ -30,10 +30,12 @@ class Experts(Linear):
         schemes: SchemeSelector,
         dtype: torch.dtype,
         device: torch.device,
+        either_way: bool = False,
     ) -> None:
         names = [f"{prefix}{number}.{part}" for number in range(experts) for part in parts]
         super().__init__(in_features, stacked(names, [size] * len(names)), False, schemes, dtype, device)
         self.experts, self._picked, self._whole = experts, picked, f"{prefix}{whole}"
+        self._either_way = either_way
 
     @property
     def products_a_token(self) -> int:
@@ -49,7 +51,11 @@ class Experts(Linear):
         return super().targets(stored)
 
     def _take_whole(self, tensor: torch.Tensor) -> None:
-        shape = (self.experts, self.out_features // self.experts, self.in_features)
-        rows = shaped({self._whole: tensor}, self._whole, shape).flatten(0, 1)
+        outputs, inputs = self.out_features // self.experts, self.in_features
+        if self._either_way and inputs == outputs:
+            raise TensorError(self._whole, f"is {inputs} x {outputs}: which of them the inputs are is not known")
+        if self._either_way and tensor.shape == (self.experts, inputs, outputs):
+            tensor = tensor.transpose(1, 2)
+        rows = shaped({self._whole: tensor}, self._whole, (self.experts, outputs, inputs)).flatten(0, 1)
         for module, part in zip(self.sizes, rows.split(list(self.sizes.values()))):
             self._take(module, "weight", 1, part)

@@ -94,7 +94,7 @@ MODELS = (
         mps_priority=1,
     ),
     ModelSpec(
-        ("Qwen3VLForConditionalGeneration", "qwen3_vl"),
+        ("Qwen3VLForConditionalGeneration", "qwen3_vl", "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe"),
         read_config="tessera.models.qwen3_vl.config:read",
         processor="tessera.models.qwen2_vl.processor:Qwen2VL",
         vision_tower="tessera.models.qwen3_vl.vision:Qwen3ViT",
@@ -103,11 +103,6 @@ MODELS = (
         text_bodies=QWEN3_VL_BODIES,
     ),
 )
-# Relatives of Qwen2-VL that are known and refused: what they have that no tower or body here does.
-_EXPERTS = "its feed-forward layers are mixtures of experts"
-_REFUSED = {
-    **dict.fromkeys(("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"), _EXPERTS),
-}
 
 
 @cache
@@ -132,7 +127,7 @@ def models() -> Mapping[str, ModelSpec]:
 def spec_of(raw: Mapping[str, object], folder: Path) -> ModelSpec:
     """The family of a checkpoint whose config.json is ``raw``. Raises CheckpointError where there is none."""
     architecture = architecture_of(raw)
-    one_of(architecture, models(), f"{folder}/config.json: architecture", _REFUSED)
+    one_of(architecture, models(), f"{folder}/config.json: architecture")
     return models()[architecture]
 
 

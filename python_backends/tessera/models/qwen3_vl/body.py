@@ -16,6 +16,7 @@ from tessera.checkpoint.config import TextConfig
 from tessera.linear.scheme import SchemeSelector
 from tessera.linear.unquantized import Embedding
 from tessera.models.text.decoder import Qwen2, Qwen3Layer, Stream
+from tessera.models.text.qwen3_moe import Qwen3MoeLayer
 
 
 class DeepEmbedding(Embedding):
@@ -73,3 +74,15 @@ class Qwen3VL(Deepstack):
     """Qwen3VLTextModel."""
 
     layer_class = Qwen3Layer
+
+
+class Qwen3VLMoeLayer(Qwen3MoeLayer):
+    """Published files have a tensor of all experts as [experts, in, out]; those that transformers 5 saves need not."""
+
+    either_way = True
+
+
+class Qwen3VLMoe(Deepstack):
+    """Qwen3VLMoeTextModel."""
+
+    layer_class = Qwen3VLMoeLayer

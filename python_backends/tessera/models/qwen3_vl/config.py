@@ -1,7 +1,8 @@
-"""transformers' layout of Qwen3-VL, ``Qwen3VLForConditionalGeneration``.
+"""transformers' layout of Qwen3-VL, ``Qwen3VLForConditionalGeneration`` and ``Qwen3VLMoeForConditionalGeneration``.
 
-Defaults: ``configuration_qwen3_vl.py``; weight names: ``modeling_qwen3_vl.py``. The image processor is Qwen2-VL's class
-with that one's defaults (``image_processing_auto.py``), so that a folder has to state patches of 16 itself.
+Defaults: ``configuration_qwen3_vl.py`` and ``configuration_qwen3_vl_moe.py``; weight names: ``modeling_qwen3_vl.py``.
+The image processor is Qwen2-VL's class with that one's defaults (``image_processing_auto.py``), so that a folder has to
+state patches of 16 itself.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tessera.checkpoint.config import CheckpointConfig, NameTable
+from tessera.checkpoint.config import CheckpointConfig, NameTable, architecture_of
 from tessera.checkpoint.files import one_of, read_processor, section
 from tessera.checkpoint.normalization import CLIP_MEAN, CLIP_STD, Channels, pixel_statistics
 from tessera.checkpoint.weights import WB, WBS
@@ -33,17 +34,28 @@ VISION_NAMES: NameTable = (
     (rf"{_DEEP}norm\.{WB}", r"projector.deep.\1.norm.\2"),
     (rf"{_DEEP}linear_fc([12])\.{WBS}", r"projector.deep.\1.linear\2.\3"),
 )
-_QWEN3 = next(body for body in BODIES if body.model_type == "qwen3")
-#: the text models, by text_config's model type
-TEXT_BODIES = (
-    replace(
-        _QWEN3,
-        architecture="Qwen3VLTextModel",
-        model_type="qwen3_vl_text",
-        model="tessera.models.qwen3_vl.body:Qwen3VL",
-        defaults=dict(_QWEN3.defaults, max_position_embeddings=128000),
-    ),
+_QWEN3, _QWEN3_MOE = (next(body for body in BODIES if body.model_type == kind) for kind in ("qwen3", "qwen3_moe"))
+_DENSE = replace(
+    _QWEN3,
+    architecture="Qwen3VLTextModel",
+    model_type="qwen3_vl_text",
+    model="tessera.models.qwen3_vl.body:Qwen3VL",
+    defaults=dict(_QWEN3.defaults, max_position_embeddings=128000),
 )
+_MOE_SIZES = dict(intermediate_size=5632, num_attention_heads=16, num_key_value_heads=16)
+_MOE_EXPERTS = dict(num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408, norm_topk_prob=True)
+_EXPERTS = replace(
+    _QWEN3_MOE,
+    architecture="Qwen3VLMoeTextModel",
+    model_type="qwen3_vl_moe_text",
+    model="tessera.models.qwen3_vl.body:Qwen3VLMoe",
+    defaults={**_QWEN3_MOE.defaults, **_MOE_SIZES, "max_position_embeddings": 128000},
+    experts={**(_QWEN3_MOE.experts or {}), **_MOE_EXPERTS},
+)
+#: the text models
+TEXT_BODIES = (_DENSE, _EXPERTS)
+# config.json's names of a model whose text model has experts
+_OF_EXPERTS = ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe")
 _THETA, _SECTIONS = 500000.0, [24, 20, 20]
 
 
@@ -90,7 +102,8 @@ class VisionConfig:
 def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
     """The configuration of a folder whose config.json is ``raw``. Raises CheckpointError."""
     where, processor = f"{folder}/config.json", read_processor(folder)
-    text = {"model_type": "qwen3_vl_text", "rope_theta": _THETA, **section(raw, "text_config", where)}
+    body = _EXPERTS if architecture_of(raw) in _OF_EXPERTS else _DENSE
+    text = {"model_type": body.model_type, "rope_theta": _THETA, **section(raw, "text_config", where)}
     statistics = pixel_statistics({"image_mean": CLIP_MEAN, "image_std": CLIP_STD, **processor})
     stated, prefix = section(raw, "vision_config", where), f"{where}: vision_config"
     deep = _read_indexes(stated.get("deepstack_visual_indexes"), f"{prefix}.deepstack_visual_indexes")
@@ -111,7 +124,7 @@ def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
         text | {"architectures": None},  # the body is known by its type, as to transformers
         tie=raw.get("tie_word_embeddings") or text.get("tie_word_embeddings", False),
         mrope_section=_SECTIONS,
-        bodies=TEXT_BODIES,
+        bodies=(body,),
         mrope_interleaved=True,
         row_depth=1 + len(deep),
         vision_names=VISION_NAMES,
@@ -121,6 +134,8 @@ def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
         pictures=read_pixel_range(processor),
         image_token_id=raw.get("image_token_id", 151655),
     )
+    if config.text.experts is not None:  # their weights always sum to one, whatever a file says
+        one_of(config.text.experts.norm_topk_prob, (True,), f"{where}: text model's norm_topk_prob")
     one_of(vision.out_hidden_size, (config.text.hidden_size,), f"{prefix}.out_hidden_size")
     if len(deep) >= config.text.num_hidden_layers:
         raise CheckpointError(

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 class Qwen3MoeLayer(Qwen3Layer):
     """``router`` says which experts each token sees; it is never quantized."""
 
+    #: whether one tensor of all experts may also be [experts, in, out]
+    either_way = False
+
     def __init__(
         self, config: TextConfig, index: int, schemes: SchemeSelector, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -37,7 +40,7 @@ class Qwen3MoeLayer(Qwen3Layer):
         every = self._experts.num_experts, self._experts.num_experts_per_tok, schemes, dtype, device
 
         def experts(inputs: int, parts: tuple[str, ...], whole: str, size: int) -> Experts:
-            return Experts(inputs, f"{prefix}experts.", parts, whole, size, *every)
+            return Experts(inputs, f"{prefix}experts.", parts, whole, size, *every, either_way=self.either_way)
 
         self.gate_up = experts(hidden, ("gate_proj", "up_proj"), "gate_up_proj", inner)
         self.down = experts(inner, ("down_proj",), "down_proj", hidden)
