@@ -98,7 +98,7 @@ def test_a_question_waits_for_what_is_under_way_by_every_door(server, doors):
         for each in asked:
             each.result()
     *questions, equal = waited
-    assert max(questions) < JOB / 8 and equal > JOB / 6, waited
+    assert 2 * max(questions) < equal, waited  # how many are under way in the stages depends on the machine
 
 
 TEXT = "Describe the room."
