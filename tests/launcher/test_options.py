@@ -181,10 +181,11 @@ def test_one_server_per_gpu_with_ports_of_its_own(tmp_path: Path) -> None:
 
 
 def test_ports_of_several_servers_that_collide_or_overflow_are_named(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    host = "127.0.0.2"  # where nobody else has ports, the first server's least of all
+    with socket.create_server((host, 0)) as taken:
         port = taken.getsockname()[1]
-        options = ServerOptions(tmp_path, http_port=0, grpc_port=port - 10, metrics_port=0)
-        with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is already in use \(--grpc-port of gpu1\)"):
+        options = ServerOptions(tmp_path, host=host, http_port=0, grpc_port=port - 10, metrics_port=0)
+        with pytest.raises(ConfigError, match=rf"port {port} on {host} is already in use \(--grpc-port of gpu1\)"):
             one_per_gpu(options, ["0", "1"])
     with pytest.raises(ConfigError, match="--http-port of gpu1"):
         one_per_gpu(ServerOptions(tmp_path, http_port=20000, grpc_port=20010, metrics_port=0), ["0", "1"])
