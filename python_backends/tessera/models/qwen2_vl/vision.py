@@ -98,7 +98,7 @@ class Merger(MLP):
 class Reach:
     """Which patches see each other: those of a picture, or of a part of one. ``lengths``: how many these are in some,
     the largest first, to measure ways of attention on. ``least``: beside one part for each picture, there is at most
-    one for each so many patches.
+    one part for every ``least`` patches.
     """
 
     name: str
@@ -324,8 +324,8 @@ def _mixed(sizes: Sequence[int], count: int) -> list[int]:
 def _by_kind(
     chosen: Mapping[int, tuple[VarlenAttention, VarlenAttention]], lengths: Sequence[int], device: torch.device
 ) -> Attend:
-    """By what was ``chosen`` for equal and for other lengths of up to so many patches, fewer first; the last is for
-    longer ones too."""
+    """By what was ``chosen`` for equal and for other lengths, by the most patches that each is for, in ascending order;
+    the last is for longer ones too."""
     *_, last = chosen
     equal, mixed = chosen[next((most for most in chosen if max(lengths) <= most), last)]
     return (equal if len(set(lengths)) == 1 else mixed)(lengths, device)
