@@ -1,4 +1,4 @@
-"""Qwen3-VL's tower: the interpolated grid, rows from within, filled heads, graphs, memory; against transformers."""
+"""Qwen3-VL's tower: rows from within, filled heads, graphs, memory; against transformers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from tiny_qwen2_vl import edit, picture
 from tiny_qwen2_vl_tower import groups, wires
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.kernels.operands import AttentionPlan
 from tessera.kernels.tower_layers import PLAIN, Fp8Linear
 from tessera.kernels.tuning import MeasuredChoices
-from tessera.models.qwen3_vl.vision import Qwen3ViT, taps_of
+from tessera.models.qwen3_vl.vision import Qwen3ViT
 from tessera.models.registry import read_config
 from tessera.models.tower import load_tower, stored_in_fp8
 from tessera.settings.stages import VisionSettings
@@ -86,31 +85,6 @@ def test_pictures_of_any_shape_beside_others(model: Qwen3VLVisionModel, tower: Q
     expected = model(patches, grid_thw=torch.tensor(wires(GRIDS)))
     rows = torch.cat((expected.pooler_output, *expected.deepstack_features), dim=1)
     torch.testing.assert_close(tower(given, wires(GRIDS)), rows, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("side", [6, 48])
-def test_places_in_the_grid(side: int) -> None:
-    grids = [*GRIDS, (48, 48), (94, 50), (200, 2)]
-    indices, weights = get_vision_interpolation_indices_and_weights(
-        torch.tensor(wires(grids)), side, align_corners=True, spatial_merge_size=2
-    )
-    taps, shares = (torch.cat(each) for each in zip(*(taps_of(*grid, 2, side) for grid in grids)))
-    torch.testing.assert_close(shares, weights, atol=1e-6, rtol=0)
-    assert torch.equal(taps[shares > 0].long(), indices[shares > 0])
-
-
-@torch.inference_mode()
-def test_positions_in_16_bits_are_rounded_once(tower: Qwen3ViT, tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    half, whole = (load_tower(config, dtype, random_weights=True) for dtype in (torch.bfloat16, torch.float32))
-    for each in (half, whole):
-        each.positions.copy_(tower.positions.bfloat16())
-        each.patch_embedding.weight.zero_()
-        each.patch_embedding.bias.zero_()
-    found, exact = (
-        each.embed(pixels(GRIDS), *each.places(wires(GRIDS), torch.device("cpu"))[1:]) for each in (half, whole)
-    )
-    assert torch.equal(found, exact.bfloat16())
 
 
 @pytest.mark.parametrize("grids", [[(2, 2)], [(6, 8)], [(6, 4), (2, 2), (8, 6)], [(8, 16)]], ids=str)

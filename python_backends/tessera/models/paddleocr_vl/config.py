@@ -85,7 +85,7 @@ _SIZE = {"shortest_edge": 384 * 384, "longest_edge": 1536 * 1536}
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """The tower by vision_config's names. Its grid of positions has ``image_size // patch_size`` a side.
+    """The tower by vision_config's names.
 
     It sees (x / 255 - ``pixel_mean``) / ``pixel_std``, a channel each.
     """
@@ -104,6 +104,11 @@ class VisionConfig:
     rope_theta: float = 10000.0
     pixel_mean: Channels = CLIP_MEAN
     pixel_std: Channels = CLIP_STD
+
+    @property
+    def grid_side(self) -> int:
+        """Rows, and columns, of the grid of positions."""
+        return self.image_size // self.patch_size
 
     # What Qwen2-VL's calls them.
     @property

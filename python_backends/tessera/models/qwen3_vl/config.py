@@ -24,7 +24,7 @@ _TOWER = r"(?:model\.)?visual\."
 _LAYER, _DEEP = rf"{_TOWER}blocks\.(\d+)\.", rf"{_TOWER}deepstack_merger_list\.(\d+)\."
 VISION_NAMES: NameTable = (
     (rf"{_TOWER}patch_embed\.proj\.{WB}", r"patch_embedding.\1"),
-    (rf"{_TOWER}pos_embed\.weight", "positions"),
+    (rf"{_TOWER}pos_embed\.weight", "position_embedding"),
     (rf"{_LAYER}norm([12])\.{WB}", r"layers.\1.norm\2.\3"),
     (rf"{_LAYER}attn\.qkv\.{WBS}", r"layers.\1.attention.qkv.\2"),
     (rf"{_LAYER}attn\.proj\.{WBS}", r"layers.\1.attention.output.\2"),
@@ -95,7 +95,7 @@ class VisionConfig:
 
     @property
     def grid_side(self) -> int:
-        """Rows, and columns, of the grid of position embeddings."""
+        """Rows, and columns, of the grid of positions."""
         return math.isqrt(self.num_position_embeddings)
 
 
