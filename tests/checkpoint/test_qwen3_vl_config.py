@@ -113,7 +113,7 @@ def test_names_of_weights(tmp_path: Path, tower: str) -> None:
         "model.language_model.layers.3.self_attn.q_norm.weight": ("text", "model.layers.3.self_attn.q_norm.weight"),
         "lm_head.weight": ("text", "lm_head.weight"),
         f"{tower}.patch_embed.proj.bias": ("vision", "patch_embedding.bias"),
-        f"{tower}.pos_embed.weight": ("vision", "positions"),
+        f"{tower}.pos_embed.weight": ("vision", "position_embedding"),
         f"{tower}.blocks.7.mlp.linear_fc2.weight_scale": ("vision", "layers.7.mlp.linear2.weight_scale"),
         f"{tower}.merger.norm.bias": ("vision", "projector.norm.bias"),
         f"{tower}.deepstack_merger_list.1.norm.weight": ("vision", "projector.deep.1.norm.weight"),
