@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,6 +35,7 @@ from models.conformance import (
     logprobs,
     one_picture,
 )
+from models.tiny_families import write_internvl, write_paddleocr_vl, write_qianfan, write_qwen2_vl, write_qwen3_vl
 from PIL import Image
 from tiny_checkpoints import Shape, hf_native
 from tiny_qwen2_vl import GROUP, LEAST, MOST, QWEN2_5_VL, QWEN2_VL, Kind, picture
@@ -84,40 +84,6 @@ PICTURES = [picture(56, 84, seed=4), picture(140, 56, seed=5)]
 PATCHES = PreprocessRequest(text="<image> and <image>: alike?", images=[data for data, _ in PICTURES])
 PICTURES_OF_32 = [picture(64, 96, seed=4), picture(160, 64, seed=5)]  # groups of 32 pixels, as those are of 28
 PATCHES_OF_16 = PreprocessRequest(text="<image> and <image>: alike?", images=[data for data, _ in PICTURES_OF_32])
-
-
-def write_internvl(folder: Path, shape: Shape = SHAPES["qwen2"], prefix: str = "") -> Any:
-    from transformers import AutoModelForImageTextToText
-
-    hf_native(folder, shape, prefix=prefix)
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def write_qianfan(folder: Path) -> Any:
-    from transformers import AutoModelForImageTextToText
-
-    native = hf_native(folder / "native", Shape(text="qwen3", head_dim=32))
-    tiny_checkpoints.as_qianfan(native, folder, tiny_checkpoints.QIANFAN_TEMPLATE)
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def write_qwen2_vl(folder: Path, tied: bool = False, flat: bool = False, kind: Kind = QWEN2_VL) -> Any:
-    model = tiny_qwen2_vl.write_model(folder, tied=tied, kind=kind, min_pixels=LEAST, max_pixels=MOST)
-    if flat:
-        tiny_qwen2_vl.flatten(folder)
-    return model
-
-
-def write_paddleocr_vl(folder: Path, tied: bool = False, bias: bool = False, names: str = "") -> Any:
-    model = tiny_paddleocr_vl.write_model(folder, tied, bias, min_pixels=LEAST, max_pixels=MOST)
-    if names:
-        {"published": tiny_paddleocr_vl.as_published, "5": tiny_paddleocr_vl.as_saved_by_5}[names](folder)
-    return model
-
-
-def write_qwen3_vl(folder: Path, tied: bool = False, text: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    size = {"shortest_edge": LEAST, "longest_edge": MOST}
-    return tiny_qwen3_vl.write_model(folder, text, tied=tied, size=size)
 
 
 def tiles(folder: Path, prepared: Prepared) -> dict[str, torch.Tensor]:
@@ -262,7 +228,7 @@ CASES = {
 }
 RELATIVES = {kind.layout: kind for kind in (QWEN2_VL, QWEN2_5_VL)}
 FAMILIES: dict[str, Callable[[Path], Any]] = {
-    "internvl": write_internvl,
+    "internvl": partial(write_internvl, shape=SHAPES["qwen2"]),
     "qianfan_ocr": write_qianfan,
     **{name: partial(write_qwen2_vl, kind=kind) for name, kind in RELATIVES.items()},
     "paddleocr_vl": write_paddleocr_vl,
