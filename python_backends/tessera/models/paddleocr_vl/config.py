@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from tessera.checkpoint.config import BodyNames, CheckpointConfig, NameTable
 from tessera.checkpoint.files import one_of, read_processor, section
-from tessera.checkpoint.normalization import CLIP_MEAN, CLIP_STD, Channels, pixel_statistics
+from tessera.checkpoint.normalization import CLIP_MEAN, CLIP_STD, pixel_statistics
 from tessera.checkpoint.weights import WB, WBS
-from tessera.models.qwen2_vl.config import check_processor, read_pixel_range, read_vision
+from tessera.models.qwen2_vl.config import RelativeConfig, check_processor, read_pixel_range, read_vision
 from tessera.models.text.config import TextSpec, assemble
 
 PROCESSORS = tuple(f"PaddleOCRVLImageProcessor{way}" for way in ("", "Fast", "Pil"))
@@ -84,26 +84,15 @@ _SIZE = {"shortest_edge": 384 * 384, "longest_edge": 1536 * 1536}
 
 
 @dataclass(frozen=True)
-class VisionConfig:
-    """The tower by vision_config's names.
+class VisionConfig(RelativeConfig):
+    """Of one frame; beside the relatives' names it has SigLIP's."""
 
-    It sees (x / 255 - ``pixel_mean``) / ``pixel_std``, a channel each.
-    """
-
-    hidden_size: int = 1152
-    intermediate_size: int = 4304
     num_hidden_layers: int = 27
     num_attention_heads: int = 16
     num_channels: Literal[3] = 3
     image_size: int = 384
-    patch_size: int = 14
-    hidden_act: Literal["quick_gelu", "gelu", "gelu_pytorch_tanh", "silu"] = "gelu_pytorch_tanh"
     layer_norm_eps: float = 1e-6
-    spatial_merge_size: int = 2
     temporal_patch_size: int = 1
-    rope_theta: float = 10000.0
-    pixel_mean: Channels = CLIP_MEAN
-    pixel_std: Channels = CLIP_STD
 
     @property
     def grid_side(self) -> int:
@@ -111,14 +100,6 @@ class VisionConfig:
         return self.image_size // self.patch_size
 
     # What Qwen2-VL's calls them.
-    @property
-    def embed_dim(self) -> int:
-        return self.hidden_size
-
-    @property
-    def inner_size(self) -> int:
-        return self.intermediate_size
-
     @property
     def depth(self) -> int:
         return self.num_hidden_layers

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tessera.checkpoint.config import CheckpointConfig, NameTable
-from tessera.checkpoint.normalization import CLIP_MEAN, CLIP_STD, Channels
 from tessera.checkpoint.weights import WBS
 from tessera.errors import CheckpointError
 from tessera.models.qwen2_vl import config as qwen2_vl
@@ -26,8 +25,8 @@ VISION_NAMES: NameTable = (
 
 
 @dataclass(frozen=True)
-class VisionConfig:
-    """The tower by vision_config's names; ``hidden_size`` is its width, ``out_hidden_size`` that of the rows.
+class VisionConfig(qwen2_vl.RelativeConfig):
+    """``out_hidden_size`` is the width of the rows.
 
     Layers but those of ``fullatt_block_indexes`` attend within windows of ``window_size`` pixels, rounded down to whole
     groups of patches. An index beyond the layers names none, as in the reference.
@@ -39,19 +38,9 @@ class VisionConfig:
     num_heads: int = 16
     hidden_act: Literal["silu"] = "silu"
     out_hidden_size: int = 3584
-    patch_size: int = 14
-    spatial_merge_size: int = 2
-    temporal_patch_size: int = 2
     tokens_per_second: int = 4  # spreads a video's frames over positions, and so means nothing here
     window_size: int = 112
     fullatt_block_indexes: Sequence[int] = (7, 15, 23, 31)
-    rope_theta: float = 10000.0
-    pixel_mean: Channels = CLIP_MEAN
-    pixel_std: Channels = CLIP_STD
-
-    @property
-    def embed_dim(self) -> int:
-        return self.hidden_size
 
     @property
     def window(self) -> int:

@@ -61,11 +61,41 @@ _SIZE_KEYS = ("shortest_edge", "longest_edge", "min_pixels", "max_pixels")
 
 
 @dataclass(frozen=True)
-class VisionConfig:
-    """The tower by vision_config's names; ``embed_dim`` is its width, ``hidden_size`` that of the rows.
+class PatchConfig:
+    """A tower of patches by vision_config's names: what Qwen2-VL's and its relatives' state alike.
 
     It sees (x / 255 - ``pixel_mean``) / ``pixel_std``, a channel each, in ``temporal_patch_size`` equal frames.
     """
+
+    hidden_act: Literal["quick_gelu", "gelu", "gelu_pytorch_tanh", "silu"] = "gelu_pytorch_tanh"
+    patch_size: int = 14
+    spatial_merge_size: int = 2
+    temporal_patch_size: int = 2
+    rope_theta: float = 10000.0
+    pixel_mean: Channels = CLIP_MEAN
+    pixel_std: Channels = CLIP_STD
+
+
+@dataclass(frozen=True)
+class RelativeConfig(PatchConfig):
+    """A relative's tower: ``hidden_size`` is its width, ``intermediate_size`` that of a layer's MLP inside."""
+
+    hidden_size: int = 1152
+    intermediate_size: int = 4304
+
+    @property
+    def embed_dim(self) -> int:
+        """As Qwen2-VL's calls it."""
+        return self.hidden_size
+
+    @property
+    def inner_size(self) -> int:
+        return self.intermediate_size
+
+
+@dataclass(frozen=True)
+class VisionConfig(PatchConfig):
+    """Qwen2-VL's tower; ``embed_dim`` is its width, ``hidden_size`` that of the rows."""
 
     depth: int = 32
     embed_dim: int = 1280
@@ -73,12 +103,6 @@ class VisionConfig:
     mlp_ratio: int = 4
     hidden_act: Literal["quick_gelu", "gelu", "gelu_pytorch_tanh", "silu"] = "quick_gelu"
     hidden_size: int = 3584
-    patch_size: int = 14
-    spatial_merge_size: int = 2
-    temporal_patch_size: int = 2
-    rope_theta: float = 10000.0
-    pixel_mean: Channels = CLIP_MEAN
-    pixel_std: Channels = CLIP_STD
 
     @property
     def inner_size(self) -> int:
@@ -150,7 +174,7 @@ def read_vision(
         stated,
         f"{where}.",
         ("in_channels", "in_chans", "rope_parameters", "spatial_patch_size", *own),
-        rope_theta=rope.get("rope_theta", VisionConfig.rope_theta),
+        rope_theta=rope.get("rope_theta", PatchConfig.rope_theta),
         pixel_mean=statistics[0],
         pixel_std=statistics[1],
         **own,
@@ -165,7 +189,7 @@ def read_vision(
 
 
 def check_processor(
-    processor: Mapping[str, Any], vision: Any, names: Sequence[str] = PROCESSORS, frames: int = 2
+    processor: Mapping[str, Any], vision: PatchConfig, names: Sequence[str] = PROCESSORS, frames: int = 2
 ) -> None:
     """Raises CheckpointError unless the image processor is one of ``names`` and makes the patches that the tower takes.
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tessera.checkpoint.config import CheckpointConfig, NameTable, architecture_of
 from tessera.checkpoint.files import one_of, read_processor, section
-from tessera.checkpoint.normalization import CLIP_MEAN, CLIP_STD, Channels, pixel_statistics
+from tessera.checkpoint.normalization import CLIP_MEAN, CLIP_STD, pixel_statistics
 from tessera.checkpoint.weights import WB, WBS
 from tessera.errors import CheckpointError
-from tessera.models.qwen2_vl.config import MODULE_NAMES, check_processor, read_pixel_range, read_vision
+from tessera.models.qwen2_vl.config import MODULE_NAMES, RelativeConfig, check_processor, read_pixel_range, read_vision
 from tessera.models.text.config import BODIES, assemble
 
 _TOWER = r"(?:model\.)?visual\."
@@ -60,38 +60,19 @@ _THETA, _SECTIONS = 500000.0, [24, 20, 20]
 
 
 @dataclass(frozen=True)
-class VisionConfig:
-    """The tower by vision_config's names; ``hidden_size`` is its width, ``out_hidden_size`` that of the rows.
+class VisionConfig(RelativeConfig):
+    """``out_hidden_size`` is the width of the rows.
 
-    Behind each layer of ``deepstack_visual_indexes`` it gives rows for a layer of the language model: the first of them
-    for the first. It sees (x / 255 - ``pixel_mean``) / ``pixel_std``, a channel each, in ``temporal_patch_size`` equal
-    frames.
+    Behind each layer of ``deepstack_visual_indexes`` the tower gives rows for a layer of the language model: the first
+    of them for the first.
     """
 
     depth: int = 27
-    hidden_size: int = 1152
-    hidden_act: Literal["gelu_pytorch_tanh", "gelu", "quick_gelu", "silu"] = "gelu_pytorch_tanh"
-    intermediate_size: int = 4304
     num_heads: int = 16
     patch_size: int = 16
-    spatial_merge_size: int = 2
-    temporal_patch_size: int = 2
     out_hidden_size: int = 3584
     num_position_embeddings: int = 2304
     deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
-    rope_theta: float = 10000.0
-    pixel_mean: Channels = CLIP_MEAN
-    pixel_std: Channels = CLIP_STD
-
-    @property
-    def embed_dim(self) -> int:
-        """As Qwen2-VL's tower calls its width."""
-        return self.hidden_size
-
-    @property
-    def inner_size(self) -> int:
-        """How wide a layer's MLP is inside."""
-        return self.intermediate_size
 
     @property
     def grid_side(self) -> int:
