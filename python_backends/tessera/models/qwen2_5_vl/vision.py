@@ -19,7 +19,8 @@ from tessera.checkpoint.weights import Target, copy_whole
 from tessera.kernels.fp8_rows import MULTIPLE, Fp8Rows
 from tessera.kernels.tower_layers import PLAIN, TowerKernels
 from tessera.kernels.transfer import to_device
-from tessera.models.qwen2_vl.vision import EPS, Qwen2ViT, Reach
+from tessera.models.qwen2_vl.patch_tower import Reach
+from tessera.models.qwen2_vl.vision import EPS, Qwen2ViT
 from tessera.models.tower import Wires
 
 _INDEX = 8  # bytes of a group's place in either order

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.kernels.transfer import to_device
-from tessera.models.qwen2_vl.vision import Qwen2ViT, places_of
+from tessera.models.qwen2_vl.patch_tower import places_of
+from tessera.models.qwen2_vl.vision import Qwen2ViT
 from tessera.models.tower import Wires
 
 _TAPS = 4 * (4 + 4)  # bytes of a patch's places in the grid and their shares
