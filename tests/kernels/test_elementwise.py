@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="the kernels are written in triton, which i
 from tessera.kernels import fp8
 from tessera.kernels.activation import silu_and_multiply
 from tessera.kernels.fp8_rows import E4M3, Fp8Rows, Fp8Sums, empty_rows, quantize_rows
-from tessera.kernels.norm import add_rms_norm, norm_heads
-from tessera.kernels.operands import PagedCache, Partials
+from tessera.kernels.norm import add_rms_norm
+from tessera.kernels.operands import HeadNorms, PagedCache, Partials
 from tessera.kernels.rotary import rotate_and_store
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -134,20 +134,6 @@ def test_add_rms_norm(fp8_equal, dtype, device, generator, kind, n, size):
     close(total, expected_total)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "n"), [(4, 2, 128, 3), (7, 1, 64, 2), (3, 3, 96, 2), (2, 1, 16, 0)]
-)
-def test_norm_heads(dtype, device, generator, heads, kv_heads, size, n):
-    qkv = torch.randn((n, (heads + 2 * kv_heads) * size), dtype=dtype, device=device, generator=generator) * 3
-    weights = torch.randn((2, size), dtype=dtype, device=device, generator=generator)
-    expected, before = qkv.clone(), qkv.clone()
-    reference.norm_heads(expected, *weights, kv_heads, EPS)
-    norm_heads(qkv, *weights, kv_heads, EPS)
-    close(qkv, expected)
-    values = kv_heads * size
-    assert torch.equal(qkv[:, -values:], before[:, -values:]), "the values stay as they are"
-
-
 @pytest.mark.parametrize(("n", "size"), [(1, 16), (3, 2049), (0, 16)])
 def test_silu_and_multiply(fp8_equal, dtype, device, generator, n, size):
     """Quantized it is what it would have returned, and so it is of sums without their scales."""
@@ -174,22 +160,29 @@ def angles(device, generator, n, size):
     return found.cos(), found.sin()
 
 
+def head_norms(dtype, device, generator, size):
+    return HeadNorms(*torch.randn((2, size), dtype=dtype, device=device, generator=generator), EPS)
+
+
 @pytest.mark.parametrize("kind", ["plain", *DEFERRED])
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("n", "heads", "kv_heads", "size"), [(1, 28, 4, 128), (4, 2, 2, 80), (3, 7, 3, 64)])
-def test_rotate_and_store(dtype, device, generator, n, heads, kv_heads, size, kind):
+def test_rotate_and_store(dtype, device, generator, n, heads, kv_heads, size, kind, normed):
     given, product = products(kind, dtype, device, generator, n, (heads + 2 * kv_heads) * size)
     turns, slots = angles(device, generator, n, size), torch.tensor([5, -1, 0, 11], device=device)[:n]
     twins = torch.full((2, 3, 4, kv_heads, size), 7.0, dtype=dtype, device=device)
     before = twins.clone()
-    expected = reference.rotate_and_store(product, *turns, slots, PagedCache(*twins), heads)
+    norms = head_norms(dtype, device, generator, size) if normed else None
+    expected = reference.rotate_and_store(product, *turns, slots, PagedCache(*twins), heads, norms)
     for kernel, each in zip((reference.rotate_and_store, rotate_and_store), given):
         caches = before.clone()
-        close(kernel(each, *turns, slots, PagedCache(*caches), heads), expected)
+        close(kernel(each, *turns, slots, PagedCache(*caches), heads, norms), expected)
         close(caches, twins)
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("n", "heads", "kv_heads", "size"), [(5, 14, 2, 128), (4, 2, 2, 80), (3, 7, 3, 64)])
-def test_rotate_and_store_in_fp8(dtype, device, generator, n, heads, kv_heads, size):
+def test_rotate_and_store_in_fp8(dtype, device, generator, n, heads, kv_heads, size, normed):
     """The interpreter's cast to e4m3 loses carries: there the kernel stores float32, and torch does the cast."""
     (qkv, *_), _ = products("plain", dtype, device, generator, n, (heads + 2 * kv_heads) * size)
     cos, sin = angles(device, generator, n, size)
@@ -200,8 +193,9 @@ def test_rotate_and_store_in_fp8(dtype, device, generator, n, heads, kv_heads, s
     twins = [torch.zeros((3, 4, kv_heads, size), dtype=torch.float8_e4m3fn, device=device) for _ in range(2)]
     scales, expected_scales = torch.full((2, 2, 3, 4, kv_heads), 7.0, device=device)
     expected = qkv.clone()
-    reference.rotate_and_store(expected, cos, sin, slots, PagedCache(*twins, *expected_scales), heads)
-    close(rotate_and_store(qkv, cos, sin, slots, PagedCache(*caches, *scales), heads), expected)
+    norms = head_norms(dtype, device, generator, size) if normed else None
+    reference.rotate_and_store(expected, cos, sin, slots, PagedCache(*twins, *expected_scales), heads, norms)
+    close(rotate_and_store(qkv, cos, sin, slots, PagedCache(*caches, *scales), heads, norms), expected)
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(scales, expected_scales, rtol=(4 if scales.is_cuda else 2) * step, atol=0)
     assert torch.equal(scales[1], expected_scales[1])
@@ -221,17 +215,18 @@ CACHE = PagedCache(*torch.zeros((2, 1, 4, 1, 8)))
         (add_rms_norm, (ONES(16, 2).T, None, ONES(2), EPS), "contiguous"),
         (add_rms_norm, (ONES(2, 16), ONES(16, 2).T, ONES(16), EPS), "contiguous"),
         (add_rms_norm, (Partials(ONES(2, 2, 16), None, torch.float32), None, ONES(16), EPS), "without a residual"),
-        (norm_heads, (ONES(2, 40), ONES(16), ONES(16), 1, EPS), "no heads of 16"),
-        (norm_heads, (ONES(2, 32), ONES(16), ONES(16), 1, EPS), "no heads of 16"),
-        (norm_heads, (ONES(64, 2).T, ONES(16), ONES(16), 1, EPS), "contiguous"),
-        (norm_heads, (ONES(2, 64), ONES(16), ONES(8), 1, EPS), "weights of d"),
-        (norm_heads, (ONES(2, 64), ONES(16), ONES(16).half(), 1, EPS), "one dtype"),
         (silu_and_multiply, (ONES(4, 2).T,), "contiguous"),
         (silu_and_multiply, (ONES(1, 2 * 32769), True), "at most 32768"),
         (fp8.quantize_rows, (ONES(1, 32769), None, None, None), "at most 32768"),
         (fp8.quantize_rows, (ONES(16, 2).T, None, None, None), "contiguous"),
         (rotate_and_store, (ONES(2, 40), ANGLES, ANGLES, SLOTS, CACHE, 2), "40 values"),
         (rotate_and_store, (ONES(32, 2).T, ANGLES, ANGLES, SLOTS, CACHE, 2), "contiguous"),
+        (
+            rotate_and_store,
+            (ONES(2, 32), ANGLES, ANGLES, SLOTS, CACHE, 2, HeadNorms(ONES(8), ONES(4), EPS)),
+            "8 weights",
+        ),
+        (rotate_and_store, (ONES(2, 32), ANGLES, ANGLES, SLOTS, CACHE, 2, HeadNorms(*ONES(2, 8).half(), EPS)), "8 wei"),
     ],
 )
 def test_refusals(kernel, given, message):

@@ -1,8 +1,8 @@
 """The contract of attention over paged keys and values.
 
 Once a step the runner asks for a plan (indices, masks: whatever can be shared by all layers); each layer then calls
-:meth:`AttentionBackend.attend` with its fused q, k, v. Rotating, storing and attending are one call, so that a
-backend may fuse them.
+:meth:`AttentionBackend.attend` with its fused q, k, v. Normalising heads, rotating, storing and attending are one
+call, so that a backend may fuse them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 
 from tessera.errors import ConfigError
 from tessera.kernels.fp8_rows import E4M3, quantize_rows
-from tessera.kernels.operands import DeferredProduct, PagedCache, finished
+from tessera.kernels.operands import DeferredProduct, HeadNorms, PagedCache, finished
+from tessera.kernels.reference import norm_heads
 
 
 class KvStorage:
@@ -166,11 +167,18 @@ class AttentionBackend(ABC):
         the storage gives it back.
         """
 
-    def attend(self, layer: int, qkv: torch.Tensor | DeferredProduct, step: AttentionStep) -> torch.Tensor:
-        """qkv [n, (heads + 2 * kv_heads) * head_dim] -> [n or m, heads * head_dim]."""
+    def attend(
+        self, layer: int, qkv: torch.Tensor | DeferredProduct, step: AttentionStep, norms: HeadNorms | None = None
+    ) -> torch.Tensor:
+        """qkv [n, (heads + 2 * kv_heads) * head_dim] -> [n or m, heads * head_dim].
+
+        With ``norms`` the heads of q and k are normalised before they are rotated, in ``qkv`` itself.
+        """
         qkv = finished(qkv)
         heads, kv_heads = self.shape.heads, self.shape.kv_heads
         split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, self.shape.head_dim)
+        if norms is not None:
+            norm_heads(split[:, :heads], split[:, heads : heads + kv_heads], norms)
         rotated = rotate(split[:, : heads + kv_heads], step.cos, step.sin)
         q, k, v = rotated[:, :heads], rotated[:, heads:], split[:, heads + kv_heads :]
         k, v = self.storage.write(layer, step.slots, k, v)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tessera.attention.backend import AttentionBackend, AttentionStep, HeadShape, KvStorage, SpanTable
-from tessera.kernels.operands import DeferredProduct
+from tessera.kernels.operands import DeferredProduct, HeadNorms
 from tessera.kernels.paged_decode import choose_splits, decode_attention
 from tessera.kernels.rotary import rotate_and_store
 from tessera.kernels.skinny_linear import multiprocessors
@@ -109,10 +109,12 @@ class TritonBackend(AttentionBackend):
         most = min(blocks.shape[0] * self.storage.block_size, _USUAL_CONTEXT)
         return _Plan(_Singles(context, blocks, self._splits(len(context), most)), None)
 
-    def attend(self, layer: int, qkv: torch.Tensor | DeferredProduct, step: AttentionStep) -> torch.Tensor:
+    def attend(
+        self, layer: int, qkv: torch.Tensor | DeferredProduct, step: AttentionStep, norms: HeadNorms | None = None
+    ) -> torch.Tensor:
         """Rotates the queries in ``qkv`` itself."""
         heads, kv_heads = self.shape.heads, self.shape.kv_heads
-        rotated = rotate_and_store(qkv, step.cos, step.sin, step.slots, self.storage.layers[layer], heads)
+        rotated = rotate_and_store(qkv, step.cos, step.sin, step.slots, self.storage.layers[layer], heads, norms)
         q, k, v = rotated.view(rotated.shape[0], -1, self.shape.head_dim).split((heads, kv_heads, kv_heads), dim=1)
         if step.rows is not None:
             q = q[step.rows]

@@ -1,7 +1,5 @@
 """The residual addition and the root-mean-square normalisation in one pass: two reads and two writes a value.
 
-The root-mean-square normalisation of single heads (Qwen3's q/k norm) inside fused q, k and v.
-
 The residual addition and the layer normalisation in one pass: two reads and two writes a value.
 
 The normalised rows may be written in e4m3, for a linear layer in FP8: half of one of the writes.
@@ -98,47 +96,6 @@ def _add_rms_norm(
     mean_of_squares = tl.sum(row * row) / size
     normalised = (row * tl.rsqrt(mean_of_squares + eps)).to(dtype).to(tl.float32)
     store_row(out, scales, tl.program_id(0), start + column, (normalised * scale).to(dtype), inside)
-
-
-def norm_heads(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, kv_heads: int, eps: float) -> None:
-    """Normalises each head of q and k in place in qkv [n, (heads + 2 * kv_heads) * d]; the weights are [d].
-
-    All are contiguous and of one dtype, else ValueError. Statistics are float32; a normalised value is rounded to the
-    dtype before it meets the weight.
-    """
-    size = len(q_weight)
-    heads = qkv.shape[1] // size - 2 * kv_heads
-    if heads < 1 or qkv.shape[1] % size:
-        raise ValueError(f"norm_heads: {qkv.shape[1]} values a row are no heads of {size} beside 2 * {kv_heads}")
-    tensors = (qkv, q_weight, k_weight)
-    if not all(x.is_contiguous() and x.dtype == qkv.dtype for x in tensors) or q_weight.shape != k_weight.shape:
-        raise ValueError("norm_heads: qkv and the weights of d values each must be contiguous and of one dtype")
-    values = triton.next_power_of_2(heads + kv_heads) * triton.next_power_of_2(size)
-    if len(qkv):
-        warps = min(max(values // 2048, 1), 16)  # 64 values a thread
-        options = {"HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size, "num_warps": warps, **early_launch(qkv.device)}
-        _norm_heads[(len(qkv),)](*tensors, qkv.shape[1], eps, **options)
-
-
-@triton.jit
-def _norm_heads(
-    qkv, q_weight, k_weight, width, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One program a token: its heads are neighbours in memory."""
-    wait_for_previous(EARLY)
-    row = qkv + tl.program_id(0).to(tl.int64) * width
-    head = tl.arange(0, triton.next_power_of_2(HEADS + KV_HEADS))[:, None]
-    column = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
-    inside = (head < HEADS + KV_HEADS) & (column < SIZE)
-    dtype = qkv.dtype.element_ty
-    of_q = tl.load(q_weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
-    of_k = tl.load(k_weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
-    values = tl.load(row + head * SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    mean_of_squares = tl.sum(values * values, 1) / SIZE
-    normalised = (values * tl.rsqrt(mean_of_squares + eps)[:, None]).to(dtype).to(tl.float32)
-    scaled = normalised * tl.where(head < HEADS, of_q, of_k)
-    tl.store(row + head * SIZE + column, scaled.to(dtype), mask=inside)
 
 
 def add_layer_norm(

@@ -34,6 +34,14 @@ class PagedCache(NamedTuple):
     value_scales: torch.Tensor | None = None
 
 
+class HeadNorms(NamedTuple):
+    """The root-mean-square norms of single heads: their weights [head_dim], shared by all queries and all keys."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    eps: float
+
+
 class Partials(NamedTuple):
     """A product whose k was shared out among programs: it is the sum of ``parts``, in their order, plus ``bias``."""
 

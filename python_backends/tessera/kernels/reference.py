@@ -9,7 +9,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from tessera.kernels.fp8_rows import Fp8Rows, fp8_linear, quantize_rows, rescale
-from tessera.kernels.operands import MAX_ROWS, DeferredProduct, PagedCache, Partials, Routing, StoredWeights, finished
+from tessera.kernels.operands import (
+    MAX_ROWS,
+    DeferredProduct,
+    HeadNorms,
+    PagedCache,
+    Partials,
+    Routing,
+    StoredWeights,
+    finished,
+)
 from tessera.kernels.w4_layout import PackedW4, unpack
 
 
@@ -31,13 +40,11 @@ def add_rms_norm(
     return quantize_rows(scaled) if fp8 else scaled, residual
 
 
-def norm_heads(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, kv_heads: int, eps: float) -> None:
-    """Normalises each head of q and k inside qkv [n, (heads + 2 * kv_heads) * d]; q_weight and k_weight are [d]."""
-    split = qkv.unflatten(1, (-1, len(q_weight)))
-    heads = split.shape[1] - 2 * kv_heads
-    for part, weight in ((split[:, :heads], q_weight), (split[:, heads : heads + kv_heads], k_weight)):
-        normalised = F.rms_norm(part.float(), weight.shape, None, eps).to(qkv.dtype)
-        torch.mul(weight, normalised, out=part)
+def norm_heads(queries: torch.Tensor, keys: torch.Tensor, norms: HeadNorms) -> None:
+    """Normalises heads [n, heads, d] in place."""
+    for heads, weight in ((queries, norms.queries), (keys, norms.keys)):
+        normalised = F.rms_norm(heads.float(), weight.shape, None, norms.eps).to(heads.dtype)
+        torch.mul(weight, normalised, out=heads)
 
 
 def silu_and_multiply(
@@ -61,15 +68,19 @@ def rotate_and_store(
     slots: torch.Tensor,
     cache: PagedCache,
     heads: int,
+    norms: HeadNorms | None = None,
 ) -> torch.Tensor:
     """Rotates q and k inside qkv [n, (heads + 2 * kv_heads) * d], stores k and v at slots int64 [n] unless negative.
 
-    cos, sin float32 [n, d / 2]. A deferred product is finished first. Returns qkv.
+    cos, sin float32 [n, d / 2]. A deferred product is finished first, and with ``norms`` heads of q and k are
+    normalised. Returns qkv.
     """
     qkv = finished(qkv)
     kv_heads, size = cache.keys.shape[2:]
     split = qkv.view(qkv.shape[0], heads + 2 * kv_heads, size)
     rotated = split[:, : heads + kv_heads]
+    if norms is not None:
+        norm_heads(rotated[:, :heads], rotated[:, heads:], norms)
     first, second = rotated.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     rotated.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))

@@ -1,4 +1,4 @@
-"""Rotary embedding of fused q, k, v and the write to the paged cache, in one launch.
+"""The norms of single heads of q and k (Qwen3's), rotary embedding and the write to the paged cache, in one launch.
 
 Queries and keys turned by the place of their patch, in place and in one pass: a read and a write a value.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tessera.kernels.fp8 import early_launch, inverse_of, scale_of, wait_for_previous
-from tessera.kernels.operands import DeferredProduct, PagedCache, Partials
+from tessera.kernels.operands import DeferredProduct, HeadNorms, PagedCache, Partials
 
 
 def rotate_and_store(
@@ -20,8 +20,12 @@ def rotate_and_store(
     slots: torch.Tensor,
     cache: PagedCache,
     heads: int,
+    norms: HeadNorms | None = None,
 ) -> torch.Tensor:
     """Rotates q and k in place in qkv, and copies the rotated k and the v to their slots of the cache. Returns qkv.
+
+    With ``norms`` each head of q and k is normalised first: statistics are float32, and a normalised value is rounded
+    to the dtype before it meets the weight, as their product is.
 
     qkv [n, (heads + 2 * kv_heads) * d]; cos, sin float32 [n, d / 2] rotate the first half of a head against its
     second; slots int64 [n], each ``block * block_size + offset``, negative where nothing is to be stored (a padded
@@ -39,19 +43,27 @@ def rotate_and_store(
     n, (kv_heads, size) = len(qkv), cache.keys.shape[2:]
     if qkv.shape[1] != (heads + 2 * kv_heads) * size:
         raise ValueError(f"rotate_and_store: {qkv.shape[1]} values a row are not {heads} + 2 * {kv_heads} of {size}")
-    given = (qkv, cos, sin, slots, *cache, x_scales, scales, bias)
+    if norms is not None and not all(norm.shape == (size,) and norm.dtype == qkv.dtype for norm in norms[:2]):
+        raise ValueError(f"rotate_and_store: norms of heads must have {size} weights of {qkv.dtype}")
+    given = (qkv, cos, sin, slots, *cache, x_scales, scales, bias, *(norms[:2] if norms else (None, None)))
     if not all(tensor.is_contiguous() for tensor in given if tensor is not None):
         raise ValueError("rotate_and_store: every tensor must be contiguous")
     if n:
         _rotate_and_store[(n,)](
-            *given, HEADS=heads, KV_HEADS=kv_heads, HALF=size // 2, num_warps=4, **early_launch(qkv.device)
+            *given,
+            norms.eps if norms else 0.0,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            HALF=size // 2,
+            num_warps=4,
+            **early_launch(qkv.device),
         )
     return qkv
 
 
 @triton.jit
 def _rotate_and_store(
-    qkv, cos, sin, slots, keys, values, key_scales, value_scales, x_scales, scales, bias,
+    qkv, cos, sin, slots, keys, values, key_scales, value_scales, x_scales, scales, bias, q_norm, k_norm, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program a token: its angles are read once, and q, k and v are neighbours in memory."""
@@ -72,6 +84,13 @@ def _rotate_and_store(
     at = head * (2 * HALF) + angle[None, :]
     first = _load_finished(qkv, x_scales, scales, bias, token, at, inside, WIDTH)
     second = _load_finished(qkv, x_scales, scales, bias, token, at + HALF, inside, WIDTH)
+    if q_norm is not None:
+        dtype = qkv.dtype.element_ty
+        shrink = tl.rsqrt(tl.sum(first * first + second * second, 1) / (2 * HALF) + eps)[:, None]
+        weight = _of_either(q_norm, k_norm, angle, head < HEADS, HALF)
+        first = ((first * shrink).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+        weight = _of_either(q_norm + HALF, k_norm + HALF, angle, head < HEADS, HALF)
+        second = ((second * shrink).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
 
     kv_head = tl.arange(0, triton.next_power_of_2(KV_HEADS))[:, None]
     v_inside = (kv_head < KV_HEADS) & (angle < HALF)[None, :]
@@ -117,6 +136,14 @@ def _load_finished(qkv, x_scales, scales, bias, token, column, inside, WIDTH: tl
     if bias is not None:
         value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     return value.to(qkv.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _of_either(q_norm, k_norm, column, is_query, HALF: tl.constexpr):
+    """The weights of half a head, of the queries' norm or the keys', float32 [heads, half]."""
+    of_q = tl.load(q_norm + column, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
+    of_k = tl.load(k_norm + column, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
+    return tl.where(is_query, of_q, of_k)
 
 
 @triton.jit

@@ -17,8 +17,7 @@ from torch import nn
 
 from tessera.attention.backend import AttentionBackend, AttentionStep, HeadShape
 from tessera.checkpoint.weights import Target, copy_whole
-from tessera.kernels.operands import DeferredProduct, finished
-from tessera.kernels.tuning import layer_kernels
+from tessera.kernels.operands import DeferredProduct, HeadNorms
 from tessera.linear.scheme import Linear, Place, Rows, SchemeSelector, stacked
 from tessera.linear.unquantized import Embedding, RmsNorm
 from tessera.models.text.rotary import Rotary
@@ -73,7 +72,7 @@ class DecoderLayer(nn.Module):
         """x and residual [n, hidden] -> the same behind this layer; x may be deferred."""
         rows = len(x) if isinstance(x, torch.Tensor) else x.rows
         normal, residual = self.input_norm(x, residual, self.qkv.wants_fp8_input(rows))
-        attended = attention.attend(self.index, self.heads(self.qkv.deferred(normal)), step)
+        attended = attention.attend(self.index, self.qkv.deferred(normal), step, self.head_norms)
         if step.rows is not None:
             residual = residual[step.rows]
         return self.feed_forward(self.output.deferred(attended), residual)
@@ -86,9 +85,10 @@ class DecoderLayer(nn.Module):
         normal, residual = self.post_norm(x, residual, self.gate_up.wants_fp8_input(rows))
         return self.down.deferred(self.gate_up.gated(normal, self.down.wants_fp8_input(rows))), residual
 
-    def heads(self, qkv: torch.Tensor | DeferredProduct) -> torch.Tensor | DeferredProduct:
-        """What becomes of q, k and v [n, (heads + 2 * kv_heads) * head_dim] before their rotation: here nothing."""
-        return qkv
+    @property
+    def head_norms(self) -> HeadNorms | None:
+        """Those of q and k, where the model has any."""
+        return None
 
     def targets(self, stored: Collection[str]) -> dict[str, Target]:
         """As :meth:`Qwen2.targets`, for this layer."""
@@ -213,14 +213,11 @@ class Qwen3Layer(DecoderLayer):
         super().__init__(config, index, schemes, dtype, device)
         self.q_norm = RmsNorm(config.head_dim, config.rms_norm_eps, dtype, device)
         self.k_norm = RmsNorm(config.head_dim, config.rms_norm_eps, dtype, device)
-        self._kv_heads, self._eps = config.num_key_value_heads, config.rms_norm_eps
+        self._eps = config.rms_norm_eps
 
-    def heads(self, qkv: torch.Tensor | DeferredProduct) -> torch.Tensor:
-        """Normalises the heads of q and k in ``qkv`` itself."""
-        qkv = finished(qkv)
-        weights = self.q_norm.get_buffer("weight"), self.k_norm.get_buffer("weight")
-        layer_kernels(qkv.device.type).norm_heads(qkv, *weights, self._kv_heads, self._eps)
-        return qkv
+    @property
+    def head_norms(self) -> HeadNorms:
+        return HeadNorms(self.q_norm.get_buffer("weight"), self.k_norm.get_buffer("weight"), self._eps)
 
     def targets(self, stored: Collection[str]) -> dict[str, Target]:
         norms = {"self_attn.q_norm": self.q_norm, "self_attn.k_norm": self.k_norm}
