@@ -5,7 +5,9 @@ Forwards of the tower, steps that read prompts and decode steps run one kind aft
 they can be. A request is its share of a forward, its prompt's share of a step and, where answers are long, its tokens'
 share of decode steps of as many sequences as are in flight. `account.<workload>.<shape>.<form>.req_s`, or `tok_s`, is
 the rate if they take turns, `joules` what a request draws. Short answers are the tower and the prompt alone. Figures of
-the server to hold beside it are `make bench NAME=load`'s, and with `--ceiling` the load's own limit.
+the server to hold beside it are `make bench NAME=load`'s, and with `--ceiling` the load's own limit. Of decode steps
+`bandwidth` is what share of an H200's copy speed they read weights, keys and values at, of experts those that see a
+token.
 
     python loadtest/bench account --workloads W7a W7b W7c --checkpoint loadtest/shapes/mineru25-shape --gpus 0
     python loadtest/bench account --workloads W7c --gpus ""                   on the CPU, a trial: `trial.account.*`
@@ -34,10 +36,13 @@ from gpu_power import Draw, GpuPower
 from serving import DEFAULT_CHECKPOINT
 from workloads import WORKLOADS, Workload, picture, shape_name
 
-from bench.engine import DECODE_SKIP, DECODE_STEPS, ROWS_STD, decode_stamps, prefill
+from bench.engine import COPY_BYTES_S, ROWS_STD, decode_stamps, prefill
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.engine.engine import Engine
 from tessera.engine.sequence import Request
+from tessera.kernels import fast
+from tessera.kernels.operands import Routing
+from tessera.linear.experts import Experts
 from tessera.models.registry import family_for, read_config
 from tessera.models.tower import unfilled_tower
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
@@ -147,13 +152,44 @@ def token_cost(engine: Engine, prompts: Prompts, config: EngineConfig, seconds: 
 
 
 def step_cost(engine: Engine, prompts: Prompts, workload: Workload, device: str) -> Cost:
-    """Of a decode step of as many sequences as are in flight, at the middle of their answers."""
-    steps = min(DECODE_STEPS, workload.tokens // 4)
-    skip = min(DECODE_SKIP, workload.tokens // 2 - steps // 2)
+    """Of a decode step of as many sequences as are in flight, over their answers: a GPU's counter of joules is slow."""
+    skip = workload.tokens // 16
+    steps = workload.tokens - 2 * skip
     with GpuPower(gpus_of(device), INTERVAL_S / 2) as power:
         stamps = decode_stamps(engine, prompts, workload.concurrency, skip, steps, workload.tokens)
     each = [after - before for before, after in itertools.pairwise(stamps)]
     return Cost(median(each), power.between(stamps[0], stamps[-1]))
+
+
+class TouchedExperts:
+    """How many experts of all layers the tokens of a decode step see: it holds on to where graphs write the routing."""
+
+    def __init__(self) -> None:
+        self._bounds: dict[int, list[torch.Tensor]] = {}
+        self._route, fast.route = fast.route, self._keep  # type: ignore[assignment]
+
+    def _keep(self, logits: torch.Tensor, picked: int, normalize: bool) -> Routing:
+        routing = self._route(logits, picked, normalize)
+        if torch.cuda.is_current_stream_capturing():
+            self._bounds.setdefault(len(logits), []).append(routing.bounds)
+        return routing
+
+    def share(self, batch: int, layers: int) -> float:
+        """Of all experts, in the last step of ``batch`` sequences."""
+        bounds = self._bounds[min(rows for rows in self._bounds if rows >= batch)][:layers]
+        return float(torch.stack(bounds).diff().gt(0).float().mean())
+
+
+def step_bytes(engine: Engine, config: CheckpointConfig, prompts: Prompts, workload: Workload, touched: float) -> float:
+    """What such a step as :func:`step_cost`'s must read: ``touched`` is the share of the experts."""
+    model, text = engine._runner._model, config.text
+    linears = {linear: sum(buffer.nbytes for buffer in linear.buffers()) for linear in model.places()}
+    weights = sum(size * (touched if isinstance(linear, Experts) else 1) for linear, size in linears.items())
+    if text.tie_word_embeddings:
+        weights += model.embedding.weight.nbytes
+    context = prompts.tokens + workload.tokens // 2
+    kv_bytes = 2 * 2 * text.num_key_value_heads * text.head_dim * text.num_hidden_layers
+    return weights + workload.concurrency * context * kv_bytes
 
 
 def main() -> int:
@@ -185,15 +221,21 @@ def main() -> int:
     # The tower is gone when the engine takes what is left of the memory.
     forwards = {name: forward_cost(config, each, vision, options.seconds) for name, each in prepared.items()}
     torch.cuda.empty_cache()
+    touched = TouchedExperts() if config.text.experts and device == "cuda" else None
     engine = Engine.from_checkpoint(options.checkpoint, language)
     for workload in asked:
         prompts = Prompts(prepared[workload.name], config, device)
         token = token_cost(engine, prompts, language, options.seconds)
+        bandwidth = {}
         parts = {"forward": (forwards[workload.name], 1.0), "prefill": (token, float(prompts.tokens))}
         if workload.streamed:
             step = step_cost(engine, prompts, workload, device)
             parts["decode"] = step, (workload.tokens - 1) / workload.concurrency
-        report(workload, parts, f"{shape_name(options.checkpoint)}.{options.form}", device, prompts.tokens)
+            share = touched.share(workload.concurrency, config.text.num_hidden_layers) if touched else 1.0
+            read = step_bytes(engine, config, prompts, workload, share)
+            bandwidth = {"decode_gb": read / 1e9, "bandwidth": read / step.seconds / COPY_BYTES_S, "touched": share}
+        whose = f"{shape_name(options.checkpoint)}.{options.form}"
+        report(workload, parts, whose, device, {"prompt_tokens": prompts.tokens, **bandwidth})
     return 0
 
 
@@ -205,7 +247,9 @@ def prepare(preprocessor: Preprocessor, workload: Workload) -> Prepared:
     return preprocessor(PreprocessRequest(text=prompt, images=[data], **tiles))
 
 
-def report(workload: Workload, parts: dict[str, tuple[Cost, float]], whose: str, device: str, tokens: int) -> None:
+def report(
+    workload: Workload, parts: dict[str, tuple[Cost, float]], whose: str, device: str, notes: dict[str, float]
+) -> None:
     """Emits the account of a request: of each part its cost, and how many of them a request takes."""
     name = "trial." * (device == "cpu") + f"account.{workload.name}.{whose}"
     seconds = {part: cost.seconds * times for part, (cost, times) in parts.items()}
@@ -213,7 +257,7 @@ def report(workload: Workload, parts: dict[str, tuple[Cost, float]], whose: str,
     drawn = {part: cost.joules * times for part, (cost, times) in parts.items() if cost.draw}
     about |= {f"{part}_watts": round(cost.draw.watts) for part, (cost, _) in parts.items() if cost.draw}
     about |= {f"{part}_mhz": round(cost.draw.mhz) for part, (cost, _) in parts.items() if cost.draw}
-    about |= {"prompt_tokens": tokens}
+    about |= {name: round(value, 4) for name, value in notes.items()}
     rate = 1 / sum(seconds.values())
     if workload.streamed:
         figures.emit(f"{name}.tok_s", round(rate * workload.tokens, 1), "tok/s", **about)
