@@ -27,10 +27,37 @@ Packed = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Format:
-    """``settings``: its quantization_config; ``pack(weight)``: stored tensors by leaf, and W in float32."""
+    """``settings``: its quantization_config; ``pack(weight)``: stored tensors by leaf, and W in float32.
+
+    ``inputs(x)``: what a product takes for x, in float32.
+    """
 
     settings: dict[str, Any]
     pack: Callable[[torch.Tensor], Packed]
+    inputs: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+
+    @property
+    def ignore(self) -> str:
+        """What its configuration calls the list of modules left as they are."""
+        return "ignore" if "ignore" in self.settings else "modules_to_not_convert"
+
+
+INPUT_SCALE = 0.01
+
+
+def by_token(x):
+    scales = x.abs().amax(-1, keepdim=True) / 448
+    return (x / scales).to(FP8).float() * scales
+
+
+def by_columns(x):
+    """Each token's, 128 at a time."""
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % 128)).unflatten(1, (-1, 128))
+    return by_token(padded).flatten(1)[:, : x.shape[1]]
+
+
+def by_scale(x):
+    return (x / INPUT_SCALE).clamp(-448, 448).to(FP8).float() * INPUT_SCALE
 
 
 def quantized(weight, group, symmetric, order=None):
@@ -99,7 +126,7 @@ def compressed(kind, weights, inputs=None):
         state = {"weight": weight, **scales_of(weight, weights)}
         tensors = compressor.compress(state, scheme)
         if inputs is not None and not inputs["dynamic"]:
-            tensors["input_scale"] = torch.tensor([0.01])
+            tensors["input_scale"] = torch.tensor([INPUT_SCALE])
         found = compressor.decompress(tensors, scheme)["weight"].float()
         return {name: tensor.contiguous() for name, tensor in tensors.items()}, found
 
@@ -113,7 +140,8 @@ def compressed(kind, weights, inputs=None):
         "config_groups": {"group_0": group},
         "ignore": ["lm_head", "re:.*vision_tower.*", "re:.*multi_modal_projector.*"],
     }
-    return Format(settings, pack)
+    seen = {None: Format.inputs, "token": by_token, "group": by_columns, "tensor": by_scale}
+    return Format(settings, pack, seen[inputs and inputs["strategy"]])
 
 
 def scales_of(weight, args):
@@ -143,18 +171,18 @@ def fp8_blocks():
         return {"weight": values, "weight_scale_inv": scales}, values.float() * wide
 
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    return Format(settings, pack)
+    return Format(settings, pack, by_columns)
 
 
 def modelopt():
     def pack(weight):
         scale = weight.abs().amax() / 448
         values = (weight / scale).to(FP8)
-        tensors = {"weight": values, "weight_scale": scale, "input_scale": torch.tensor(0.01)}
+        tensors = {"weight": values, "weight_scale": scale, "input_scale": torch.tensor(INPUT_SCALE)}
         return tensors, values.float() * scale
 
     settings = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None, "ignore": ["lm_head"]}
-    return Format(settings, pack)
+    return Format(settings, pack, by_scale)
 
 
 def int4(**changes):

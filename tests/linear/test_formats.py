@@ -1,17 +1,13 @@
-"""Every format that is read, in every layout and body: W = (q - z) * s to the last bit, and the answers it gives."""
+"""Every format that is read, in every layout and body: W = (q - z) * s to the last bit; of the newer families in
+tests/models/test_conformance.py."""
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
-import tiny_qwen3_vl
 import torch
 from packers import FORMATS, quantize_folder
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native
-from tiny_paddleocr_vl import as_published
-from tiny_paddleocr_vl import write_model as write_paddleocr_vl
-from tiny_qwen2_vl import QWEN2_5_VL, QWEN2_VL, flatten, write_model
+from tiny_qwen2_vl import flatten, write_model
 
 from tessera.engine.execution.model_runner import load_model
 from tessera.models.registry import read_config
@@ -38,22 +34,10 @@ def native(text, **options):
     return lambda tmp_path: hf_native(tmp_path / text, Shape(text=text, **SHAPE), **options)
 
 
-def qwen2_vl(tmp_path, kind=QWEN2_VL):
+def qwen2_vl(tmp_path):
     sizes = dict(hidden_size=256, num_attention_heads=4, intermediate_size=320, num_hidden_layers=1)
-    write_model(tmp_path, sizes, kind=kind)
+    write_model(tmp_path, sizes)
     return flatten(tmp_path)
-
-
-def paddleocr_vl(tmp_path):
-    sizes = dict(hidden_size=256, head_dim=64, num_attention_heads=4, intermediate_size=320, num_hidden_layers=1)
-    write_paddleocr_vl(tmp_path, text=sizes)
-    return as_published(tmp_path)
-
-
-def qwen3_vl(tmp_path):
-    sizes = dict(hidden_size=256, num_attention_heads=4, head_dim=64, intermediate_size=320, num_hidden_layers=3)
-    tiny_qwen3_vl.write_model(tmp_path, sizes)
-    return tmp_path
 
 
 def separate(found):
@@ -90,9 +74,6 @@ BODIES = {
     "qwen2, names of transformers 4.52": (native("qwen2", prefix="model."), separate),
     "phi3, original layout": (in_chat("phi3"), as_stored),
     "qwen2_vl, as published": (qwen2_vl, separate),
-    "qwen2_5_vl, as published": (partial(qwen2_vl, kind=QWEN2_5_VL), separate),
-    "paddleocr_vl, as published": (paddleocr_vl, separate),
-    "qwen3_vl": (qwen3_vl, separate),
     "internlm2, original layout": (internlm2, grouped),
     "qwen3_moe, original layout": (in_chat("qwen3_moe"), of_experts),
 }

@@ -12,6 +12,7 @@ check_whole_chain     rows of each runner and log probabilities of a greedy answ
 check_batches         pictures together, and by graphs, have the rows that each has alone
 check_memory          the bound of a forward's memory
 check_quantized       what the tower runs in, and which of its layers FP8 takes
+check_format          a body stored in a quantized form: W, products, and modules that are left as they are
 check_kernels         rows by the kernels of a GPU, in FP8 too, against torch's own
 ====================  ==================================================================================
 """
@@ -21,7 +22,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +30,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from linear.packers import LINEAR, Format, quantize_folder
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
@@ -36,9 +38,12 @@ from torch.profiler import ProfilerActivity, profile
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.weights import split_names
 from tessera.engine.engine import Engine
+from tessera.engine.execution.model_runner import load_model
 from tessera.engine.sequence import Request
 from tessera.errors import CheckpointError
 from tessera.kernels.tower_layers import gpu_kernels
+from tessera.linear.experts import Experts
+from tessera.linear.unquantized import Unquantized
 from tessera.models.registry import family_for, read_config
 from tessera.models.tower import Wires, load_tower, unfilled_tower
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
@@ -257,6 +262,48 @@ def check_quantized(folder: Path, quantization: str, kind: str) -> None:
     assert VisionEncoder.from_checkpoint(folder, settings).weights[0] == kind
     linears = unfilled_tower(read_config(folder)).fp8_linears()
     assert linears and all(isinstance(linear, torch.nn.Linear) for linear in linears.values())
+
+
+_LEFT = r".*\.layers\.0\.mlp\.(experts\.\d+\.)?down_proj\.weight"
+
+
+@torch.inference_mode()
+def check_format(folder: Path, form: Format, ignore: Sequence[str]) -> None:
+    """Each linear layer of the body has W to the last bit, and multiplies by it what the format makes of its inputs.
+
+    The first layer's downs stay as they are, which ``ignore``, the configuration's list, says; without weights it
+    decides alone.
+    """
+    file = folder / "model.safetensors"
+    plain = {name.removesuffix(".weight"): tensor for name, tensor in load_file(file).items()}
+    form = replace(form, settings=form.settings | {form.ignore: list(ignore)})
+    packed = quantize_folder(folder, form, re.compile(f"(?!{_LEFT}){LINEAR.pattern}"))
+    config, settings = read_config(folder), EngineConfig(threads=1, max_sequences=2)
+    named = split_names(load_file(file), config)["text"]
+    stored = {ours.rpartition(".")[0]: name.rpartition(".")[0] for name, ours in named.items()}
+    file.rename(folder / "kept")
+    unfilled = load_model(config, replace(settings, weights="random"))
+    (folder / "kept").rename(file)
+    model, read = load_model(config, settings), list[str]()
+    for linear, without in zip(model.places(), unfilled.places(), strict=True):
+        names = [stored[module] for module in linear.sizes]
+        left = not packed.keys() & set(names)
+        assert isinstance(linear.scheme, Unquantized) == isinstance(without.scheme, Unquantized) == left
+        w = torch.cat([(plain if left else packed)[name] for name in names])
+        assert torch.equal(linear.weight[: len(w)], w)
+        x = torch.randn(5, linear.in_features, generator=torch.Generator().manual_seed(len(read)))
+        seen = x if left else form.inputs(x)
+        if isinstance(linear, Experts):
+            found, weight = linear.operands(x)
+            assert torch.equal(found, seen) and torch.equal(weight.flatten(0, -2), w)
+        else:
+            bias = None if linear.bias is None else linear.bias[: len(w)]
+            product = torch.nn.functional.linear(seen, w, bias)
+            torch.testing.assert_close(
+                linear(x)[:, : len(w)], product, rtol=1e-6, atol=1e-6 * float(product.abs().max())
+            )
+        read += names
+    assert packed.keys() < set(read) and any("layers.0" in name for name in packed)
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
@@ -17,6 +18,7 @@ import tiny_qwen3_vl
 import torch
 from checkpoints import load_processor
 from grid_oracle import random_sizes
+from linear.packers import FORMATS
 from models.conformance import (
     TEXTS,
     TURNS,
@@ -24,6 +26,7 @@ from models.conformance import (
     Expected,
     Reference,
     check_batches,
+    check_format,
     check_inputs,
     check_kernels,
     check_memory,
@@ -35,7 +38,15 @@ from models.conformance import (
     logprobs,
     one_picture,
 )
-from models.tiny_families import write_internvl, write_paddleocr_vl, write_qianfan, write_qwen2_vl, write_qwen3_vl
+from models.tiny_families import (
+    NEW,
+    Family,
+    write_internvl,
+    write_paddleocr_vl,
+    write_qianfan,
+    write_qwen2_vl,
+    write_qwen3_vl,
+)
 from PIL import Image
 from tiny_checkpoints import Shape, hf_native
 from tiny_qwen2_vl import GROUP, LEAST, MOST, QWEN2_5_VL, QWEN2_VL, Kind, picture
@@ -358,6 +369,21 @@ def test_pictures_together_have_the_rows_of_each_alone(folder: Path) -> None:
 @pytest.mark.parametrize(("quantization", "kind"), [("checkpoint", "float32"), ("fp8", "fp8")])
 def test_the_stage_says_what_it_serves(folder: Path, quantization: str, kind: str) -> None:
     check_quantized(folder, quantization, kind)
+
+
+@pytest.fixture(scope="module", params=NEW)
+def quantizable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Family]:
+    """A family, and a wide body of it whose experts have matrices of their own, as all quantized forms want it."""
+    folder, family = tmp_path_factory.mktemp("wide"), NEW[request.param]
+    family.write(folder, **family.wide)
+    tiny_checkpoints.split_experts(folder)
+    return folder, family
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_bodies_in_every_format(quantizable: tuple[Path, Family], tmp_path: Path, form: str) -> None:
+    written, family = quantizable
+    check_format(shutil.copytree(written, tmp_path / "folder"), FORMATS[form], family.ignore)
 
 
 TOWERS = {

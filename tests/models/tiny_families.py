@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -63,11 +64,15 @@ def _read(folder: Path) -> Any:
 
 class Family(NamedTuple):
     """``write``: a folder with the names of published files. ``processor``: transformers' own of it. ``pictures``:
-    sizes that it keeps."""
+    sizes that it keeps. ``wide``: how it is written with a body that is wider than a block of 128, and whose
+    feed-forward layers end within one. ``ignore``: what configurations list that leave the first layer's downs, the
+    tower and the head as they are."""
 
-    write: Callable[[Path], Any]
+    write: Callable[..., Any]
     processor: Callable[[Path], Any]
     pictures: tuple[tuple[int, int], ...]
+    wide: Mapping[str, Any]
+    ignore: tuple[str, ...]
 
 
 def _within(processor: Callable[..., Any]) -> Callable[[Path], Any]:
@@ -77,18 +82,57 @@ def _within(processor: Callable[..., Any]) -> Callable[[Path], Any]:
 _TILES = (448, 448), (896, 448), (448, 448)
 _OF_28, _OF_32 = ((140, 168), (56, 84), (112, 196)), ((128, 160), (64, 96), (96, 192))
 _QWEN3_VL = _within(tiny_qwen3_vl.reference_processor)
+_WIDE = dict(hidden_size=256, num_attention_heads=4, intermediate_size=320, num_hidden_layers=2)
+_HEADS = dict(head_dim=64, num_hidden_layers=3)  # more layers than depths of Qwen3-VL's rows
+_SHAPE = dict(text_hidden=256, head_dim=64, text_mlp=320)
+# As llm-compressor's example for Qwen3-VL with experts has it (examples/quantization_w8a8_fp8).
+_PATTERNS = ("re:.*lm_head", "re:visual.*", "re:model.visual.*", "re:.*mlp.gate$")
+_DOWN = "layers.0.mlp.down_proj"
 #: the families that no checkpoint of ours has
 NEW = {
     "qwen2_5_vl": Family(
         partial(write_qwen2_vl, flat=True, kind=QWEN2_5_VL),
         _within(partial(tiny_qwen2_vl.reference_processor, kind=QWEN2_5_VL)),
         _OF_28,
+        {"text": _WIDE},
+        ("visual", "lm_head", f"model.{_DOWN}"),
     ),
-    "qwen3_vl": Family(write_qwen3_vl, _QWEN3_VL, _OF_32),
-    "qwen3_vl, experts": Family(partial(write_qwen3_vl, text=tiny_qwen3_vl.EXPERTS), _QWEN3_VL, _OF_32),
+    "qwen3_vl": Family(
+        write_qwen3_vl,
+        _QWEN3_VL,
+        _OF_32,
+        {"text": _WIDE | _HEADS},
+        ("lm_head", "model.visual.merger.linear_fc1", f"model.language_model.{_DOWN}"),
+    ),
+    "qwen3_vl, experts": Family(
+        partial(write_qwen3_vl, text=tiny_qwen3_vl.EXPERTS),
+        _QWEN3_VL,
+        _OF_32,
+        {"text": _WIDE | _HEADS | tiny_qwen3_vl.EXPERTS | {"moe_intermediate_size": 192}},
+        (*_PATTERNS, r"re:model\.language_model\.layers\.0\.mlp\.experts\.\d+\.down_proj$"),
+    ),
     "paddleocr_vl": Family(
-        partial(write_paddleocr_vl, names="published"), _within(tiny_paddleocr_vl.reference_processor), _OF_28
+        partial(write_paddleocr_vl, names="published"),
+        _within(tiny_paddleocr_vl.reference_processor),
+        _OF_28,
+        {"text": _WIDE | {"head_dim": 64}},
+        ("visual", "mlp_AR", "lm_head", f"model.{_DOWN}"),
     ),
-    "qianfan_ocr": Family(write_qianfan, tiny_checkpoints.qianfan_processor, _TILES),
-    "internvl, experts": Family(partial(write_internvl, shape=_EXPERTS), load_processor, _TILES),
+    "qianfan_ocr": Family(
+        write_qianfan,
+        tiny_checkpoints.qianfan_processor,
+        _TILES,
+        {"shape": replace(_QWEN3, **_SHAPE)},
+        ("vision_model", "mlp1", "language_model.lm_head", f"language_model.model.{_DOWN}"),
+    ),
+    "internvl, experts": Family(
+        partial(write_internvl, shape=_EXPERTS),
+        load_processor,
+        _TILES,
+        {"shape": replace(_EXPERTS, **{**_SHAPE, "text_mlp": 384})},
+        (
+            *("vision_tower", "multi_modal_projector", "language_model.lm_head"),
+            *(f"language_model.model.layers.0.mlp.experts.{number}.down_proj" for number in range(8)),
+        ),
+    ),
 }

@@ -302,8 +302,23 @@ def _by_expert(name: str, size: torch.Size) -> Iterator[tuple[str, tuple[int, ..
             yield f"{before}.experts.{number}.{each}.weight", (size[1] // len(parts), size[2])
 
 
-def join_experts(folder: Path) -> None:
-    """Stores each layer's experts as transformers holds them, gates above ups."""
+def split_experts(folder: Path) -> None:
+    """Stores each expert's matrices by themselves, of experts in one tensor either way round."""
+    path = folder / "model.safetensors"
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(path)
+    hidden = config.get("text_config", config)["hidden_size"]
+    for name in [name for name in tensors if re.search(r"experts\.(gate_up|down)_proj$", name)]:
+        experts, _, part = name.rpartition(".")
+        whole, inputs = tensors.pop(name), part == "gate_up_proj"
+        whole = whole if whole.shape[1 + inputs] == hidden else whole.mT
+        for number, expert in enumerate(whole):
+            parts = zip(("gate_proj", "up_proj"), expert.chunk(2)) if inputs else [(part, expert)]
+            tensors |= {f"{experts}.{number}.{each}.weight": weight.contiguous() for each, weight in parts}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def join_experts(folder: Path, transposed: bool = False) -> None:
+    """Stores each layer's experts as transformers holds them, gates above ups; ``transposed``: inputs first."""
     path, pattern = folder / "model.safetensors", re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
     tensors = load_file(path)
     found: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
@@ -312,8 +327,9 @@ def join_experts(folder: Path) -> None:
             found.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = tensors.pop(name)
     for layer, experts in found.items():
         of = [experts[number] for number in range(len(experts))]
-        tensors[f"{layer}.gate_up_proj"] = torch.stack([torch.cat((each["gate"], each["up"])) for each in of])
-        tensors[f"{layer}.down_proj"] = torch.stack([each["down"] for each in of])
+        gate_up = torch.stack([torch.cat((each["gate"], each["up"])) for each in of])
+        for name, whole in (("gate_up_proj", gate_up), ("down_proj", torch.stack([each["down"] for each in of]))):
+            tensors[f"{layer}.{name}"] = whole.mT.contiguous() if transposed else whole
     save_file(tensors, path, metadata={"format": "pt"})
 
 

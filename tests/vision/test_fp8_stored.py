@@ -8,8 +8,9 @@ import re
 
 import pytest
 import torch
+from models.tiny_families import write_paddleocr_vl
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import Shape, as_internvl_chat, hf_native
+from tiny_checkpoints import Shape, as_internvl_chat, as_qianfan, hf_native
 from tiny_qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tiny_qwen2_vl_tower import config_of, model_of, save
 
@@ -29,6 +30,8 @@ E4M3 = torch.float8_e4m3fn
 LINEARS = {
     "hf_native": r"vision_tower\..*(_proj|projection_layer|fc[12])\.weight|multi_modal_projector\.linear_[12]\.weight",
     "internvl_chat": r"vision_model\.encoder\..*(qkv|proj|fc[12])\.weight|mlp1\.[13]\.weight",
+    "qianfan_ocr": r"vision_model\.encoder\..*(qkv|proj|fc[12])\.weight|mlp1\.[13]\.weight",
+    "paddleocr_vl": r"visual\..*encoder.*([qkv]_proj|out_proj|fc[12])\.weight|mlp_AR\.linear_[12]\.weight",
     "qwen2_vl": r"model\.visual\.(blocks\..*(qkv|proj|fc[12])|merger\.mlp\.[02])\.weight",
     "qwen2_5_vl": r"model\.visual\.(blocks\..*(qkv|proj)|merger\.mlp\.[02])\.weight",  # gate_proj and so on
 }
@@ -38,6 +41,11 @@ LINEARS = {
 def folder(request, tmp_path):
     if request.param == "hf_native":
         return hf_native(tmp_path / "native", Shape(**SMALL))
+    if request.param == "paddleocr_vl":
+        write_paddleocr_vl(tmp_path / request.param, names="published")
+        return tmp_path / request.param
+    if request.param == "qianfan_ocr":
+        return as_qianfan(hf_native(tmp_path / "native", Shape(text="qwen3", **SMALL)), tmp_path / request.param)
     for kind in (QWEN2_VL, QWEN2_5_VL):
         if request.param == kind.layout:
             save(model_of(kind=kind, depth=2), config_of(tmp_path / kind.layout, kind, depth=2).folder)
@@ -84,7 +92,7 @@ def counting(shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_weights_are_the_codes_times_their_scales(folder, dtype):
     stored, plain = store_in_fp8(folder, dtype=dtype)
-    assert len(stored) == 2 * (2 * {"native": 6, "qwen2_5_vl": 5}.get(folder.name, 4) + 2)
+    assert len(stored) == 2 * (2 * {"native": 6, "qwen2_5_vl": 5, "paddleocr_vl": 6}.get(folder.name, 4) + 2)
     found, expected = (load_tower(read_config(each)).state_dict() for each in (folder, plain))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
