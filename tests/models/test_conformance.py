@@ -17,7 +17,6 @@ import tiny_qwen2_vl
 import tiny_qwen3_vl
 import torch
 from checkpoints import load_processor
-from grid_oracle import random_sizes
 from linear.packers import FORMATS
 from models.conformance import (
     TEXTS,
@@ -38,6 +37,7 @@ from models.conformance import (
     logprobs,
     one_picture,
 )
+from models.grid_oracle import random_sizes
 from models.tiny_families import (
     NEW,
     Family,
