@@ -104,15 +104,22 @@ class RmsNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """``weight`` [vocabulary, hidden]."""
+    """``weight`` [vocabulary, hidden]; a token's row has ``row_size`` values, of which its embedding are the first."""
 
-    def __init__(self, vocab_size: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, size: int, row_size: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.register_buffer("weight", torch.empty((vocab_size, size), dtype=dtype, device=device))
+        self._behind = row_size - size
 
     def forward(
         self, ids: torch.Tensor, image_index: torch.Tensor | None, image_rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """ids int64 [n] -> [n, hidden]; ``image_rows`` [r, hidden] replace the rows ``image_index`` [r]."""
-        rows = F.embedding(ids, self.weight)  # type: ignore[arg-type]
+        """ids int64 [n] -> [n, row_size]; ``image_rows`` [r, row_size] replace the rows ``image_index`` [r]."""
+        rows = self.tokens(ids)
+        if self._behind:
+            rows = F.pad(rows, (0, self._behind))
         return rows if image_index is None or image_rows is None else rows.index_copy_(0, image_index, image_rows)
+
+    def tokens(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings alone: ids int64 [n] -> [n, hidden]."""
+        return F.embedding(ids, self.get_buffer("weight"))

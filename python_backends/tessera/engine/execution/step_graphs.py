@@ -127,7 +127,7 @@ class DecodeGraphs(_StepGraphs):
         ids, source, context = lines[self._header : self._header + _OF_DECODING]
         ids = fill_in(ids, source, self._last_sampled)
         step = self._step(lines, self._attention.captured_plan(context, lines[self._header + _OF_DECODING :]))
-        return self._model(ids, None, None, self._attention, step, step)
+        return self._model.forward_layers(self._model.embedding.tokens(ids), self._attention, step, step)
 
 
 def graph_sizes(largest: int) -> list[int]:

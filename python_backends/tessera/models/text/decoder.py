@@ -104,8 +104,7 @@ class DecoderLayer(nn.Module):
 
 
 class Qwen2(nn.Module):
-    """Token ids and picture rows in, hidden rows and logits out; covers Qwen2ForCausalLM, LlamaForCausalLM and
-    Phi3ForCausalLM."""
+    """Embedding, layers and head; covers Qwen2ForCausalLM, LlamaForCausalLM and Phi3ForCausalLM."""
 
     layer_class: type[DecoderLayer] = DecoderLayer
 
@@ -116,7 +115,7 @@ class Qwen2(nn.Module):
         self.rotary = Rotary(config, device)
         # Matrix units want whole tiles: the head's rows are padded, and what they give is cut off.
         padded = -(-config.vocab_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
-        self.embedding = Embedding(padded, config.hidden_size, dtype, device)
+        self.embedding = Embedding(padded, config.hidden_size, config.row_size, dtype, device)
         self.layers = nn.ModuleList(
             self.layer_class(config, index, schemes, dtype, device) for index in range(config.num_hidden_layers)
         )
@@ -126,25 +125,14 @@ class Qwen2(nn.Module):
             modules = stacked([config.names.head], [config.vocab_size])
             self.head = Linear(config.hidden_size, modules, False, schemes, dtype, device, out_features=padded)
 
-    def forward(
-        self,
-        ids: torch.Tensor,
-        image_index: torch.Tensor | None,
-        image_rows: torch.Tensor | None,
-        attention: AttentionBackend,
-        step: AttentionStep,
-        last_step: AttentionStep,
-    ) -> torch.Tensor:
-        """ids int64 [n] -> normalised hidden rows [m, hidden] for the rows ``last_step`` keeps.
-
-        The last layer runs past its keys and values only for those rows.
-        """
-        return self.forward_layers(self.embedding(ids, image_index, image_rows), attention, step, last_step)
-
     def forward_layers(
         self, x: torch.Tensor, attention: AttentionBackend, step: AttentionStep, last_step: AttentionStep
     ) -> torch.Tensor:
-        """As :meth:`forward`, of tokens that are embedded, [n, hidden]; they may be overwritten."""
+        """Embedded tokens [n, hidden], which may be overwritten -> normalised hidden rows [m, hidden] for the rows
+        ``last_step`` keeps.
+
+        The last layer runs past its keys and values only for those rows.
+        """
         stream: Stream = x, None
         for layer in self.layers[:-1]:
             stream = layer(*stream, attention, step)
