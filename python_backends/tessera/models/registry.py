@@ -10,7 +10,7 @@ A family may come from another package, whose entry point of group ``tessera.mod
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -49,57 +49,53 @@ class ModelSpec:
     text_bodies: tuple[TextSpec, ...] = ()
 
 
-_INTERNVL_TENSORS = r"(model\.)?(vision_tower|vision_model|multi_modal_projector|mlp1)\."
+_INTERNVL = ModelSpec(
+    ("InternVLForConditionalGeneration", "internvl", "InternVLChatModel", "internvl_chat"),
+    read_config="tessera.models.internvl.config:read",
+    processor="tessera.models.internvl.processor:InternVL",
+    vision_tower="tessera.models.internvl.vision:InternViT",
+    vision_tensors=r"(model\.)?(vision_tower|vision_model|multi_modal_projector|mlp1)\.",
+)
+_QWEN2_VL = ModelSpec(
+    ("Qwen2VLForConditionalGeneration", "qwen2_vl"),
+    read_config="tessera.models.qwen2_vl.config:read",
+    processor="tessera.models.qwen2_vl.processor:Qwen2VL",
+    vision_tower="tessera.models.qwen2_vl.vision:Qwen2ViT",
+    vision_tensors=r"(model\.)?visual\.",
+    # A forward of whole pictures is long, a step of the language model short and waited for: its kernels start
+    # first. For tiles this would even out no load, and make some requests wait much longer than others.
+    mps_priority=1,
+)
+#: each relative by what it has otherwise
 MODELS = (
-    ModelSpec(
-        ("InternVLForConditionalGeneration", "internvl", "InternVLChatModel", "internvl_chat"),
-        read_config="tessera.models.internvl.config:read",
-        processor="tessera.models.internvl.processor:InternVL",
-        vision_tower="tessera.models.internvl.vision:InternViT",
-        vision_tensors=_INTERNVL_TENSORS,
-    ),
-    ModelSpec(
-        ("Qwen2VLForConditionalGeneration", "qwen2_vl"),
-        read_config="tessera.models.qwen2_vl.config:read",
-        processor="tessera.models.qwen2_vl.processor:Qwen2VL",
-        vision_tower="tessera.models.qwen2_vl.vision:Qwen2ViT",
-        vision_tensors=r"(model\.)?visual\.",
-        # A forward of whole pictures is long, a step of the language model short and waited for: its kernels start
-        # first. For tiles this would even out no load, and make some requests wait much longer than others.
-        mps_priority=1,
-    ),
-    # A checkpoint of InternVL's parts, by names of its own.
-    ModelSpec(
-        ("QianfanOCRForConditionalGeneration", "qianfan_ocr"),
+    _INTERNVL,
+    _QWEN2_VL,
+    replace(
+        _INTERNVL,
+        names=("QianfanOCRForConditionalGeneration", "qianfan_ocr"),
         read_config="tessera.models.internvl.config:read_qianfan",
         processor="tessera.models.internvl.processor:QianfanOCR",
-        vision_tower="tessera.models.internvl.vision:InternViT",
-        vision_tensors=_INTERNVL_TENSORS,
     ),
-    ModelSpec(
-        ("PaddleOCRVLForConditionalGeneration", "paddleocr_vl"),
+    replace(
+        _QWEN2_VL,
+        names=("PaddleOCRVLForConditionalGeneration", "paddleocr_vl"),
         read_config="tessera.models.paddleocr_vl.config:read",
         processor="tessera.models.paddleocr_vl.processor:PaddleOcrVL",
         vision_tower="tessera.models.paddleocr_vl.vision:PaddleOcrViT",
         vision_tensors=r"(model\.)?(visual|projector)\.|mlp_AR\.",
-        mps_priority=1,
         text_bodies=(PADDLEOCR_BODY,),
     ),
-    ModelSpec(
-        ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"),
+    replace(
+        _QWEN2_VL,
+        names=("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"),
         read_config="tessera.models.qwen2_5_vl.config:read",
-        processor="tessera.models.qwen2_vl.processor:Qwen2VL",
         vision_tower="tessera.models.qwen2_5_vl.vision:Qwen2_5ViT",
-        vision_tensors=r"(model\.)?visual\.",
-        mps_priority=1,
     ),
-    ModelSpec(
-        ("Qwen3VLForConditionalGeneration", "qwen3_vl", "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe"),
+    replace(
+        _QWEN2_VL,
+        names=("Qwen3VLForConditionalGeneration", "qwen3_vl", "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe"),
         read_config="tessera.models.qwen3_vl.config:read",
-        processor="tessera.models.qwen2_vl.processor:Qwen2VL",
         vision_tower="tessera.models.qwen3_vl.vision:Qwen3ViT",
-        vision_tensors=r"(model\.)?visual\.",
-        mps_priority=1,
         text_bodies=QWEN3_VL_BODIES,
     ),
 )
