@@ -18,11 +18,14 @@ import torch
 
 from tessera.attention.backend import AttentionStep, KvStorage, SpanTable, create_backend
 from tessera.checkpoint.config import BodyNames, CheckpointConfig
-from tessera.checkpoint.weights import SafetensorsFolder, fill, split_names
+from tessera.checkpoint.weights import SafetensorsFolder, TensorError, fill, split_names
+from tessera.errors import CheckpointError
 from tessera.kernels.operands import DeferredProduct, GroupedOperands, Routing, finished
+from tessera.linear.experts import Experts
 from tessera.linear.scheme import Linear
 from tessera.linear.unquantized import Unquantized
 from tessera.models.registry import model_class
+from tessera.models.text.decoder import DecoderLayer
 from tessera_quantize.methods import InputStatistics, rounded_rows
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -65,34 +68,47 @@ class Body:
         targets = self._model.targets(set(ends))
         ends_of = {name: target for name, target in targets.items() if not _LAYER.fullmatch(name)}
         fill("the text model", ends_of, ends.items(), self.stored)
-        self._empty_layer = lambda own: self._model.layer_class(own, 0, _watched, dtype, device)
-        self._layer = self._empty_layer(text)
+        self._dtype = dtype
+        self._layer = self._empty_layer(experts=True)
 
     @property
     def layers(self) -> int:
         return self.config.text.num_hidden_layers
 
     def tensors(self, index: int) -> dict[str, torch.Tensor]:
-        """Those of a layer as stored, by our names without ``model.layers.N.``."""
+        """Those of a layer as stored, by our names without ``model.layers.N.``; each expert's by itself."""
         found = {}
         for ours, stored in self.stored.items():
             match = _LAYER.fullmatch(ours)
             if match and int(match[1]) == index:
                 found[match[2]] = self.source.get(stored)
+        layer = self._empty_layer(experts=True)
+        for linear in layer.places():
+            if isinstance(linear, Experts) and (name := linear.whole.removeprefix(layer.prefix)) in found:
+                try:
+                    split = linear.split(found[name])
+                except TensorError as error:
+                    name = self.stored[f"model.layers.{index}.{name}"]
+                    raise CheckpointError(f"weights of a layer: {name}: {error}") from None
+                apart = {f"{module.removeprefix(layer.prefix)}.weight": weight for module, weight in split.items()}
+                if not apart.keys() & found.keys():  # stored twice they are refused by load
+                    del found[name]
+                    found |= apart
         return found
 
     def stored_name(self, index: int, name: str) -> str:
-        """What the checkpoint calls a tensor of a layer, or would: whatever its last part, its module has a weight."""
-        module, _, leaf = name.rpartition(".")
-        return self.stored[f"model.layers.{index}.{module}.weight"].removesuffix("weight") + leaf
+        """What the checkpoint calls a tensor of a layer, or would: whatever its last part, its module has a weight, or
+        is an expert's whose weights are stored with the others'."""
+        prefix, (module, _, leaf) = f"model.layers.{index}.", name.rpartition(".")
+        if stored := self.stored.get(f"{prefix}{module}.weight"):
+            return stored.removesuffix("weight") + leaf
+        begin = prefix + EXPERTS
+        ours, stored = next((ours, stored) for ours, stored in self.stored.items() if ours.startswith(begin))
+        return stored.removesuffix(ours.removeprefix(begin)) + name.removeprefix(EXPERTS)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Makes ``tensors``, by names as :meth:`tensors` gives them, the one layer."""
-        text = self._model.config
-        if text.experts is not None:
-            dense = () if any(name.startswith(EXPERTS) for name in tensors) else (0,)
-            text = replace(text, experts=replace(text.experts, decoder_sparse_step=1, mlp_only_layers=dense))
-        self._layer = self._empty_layer(text)
+        self._layer = self._empty_layer(any(name.startswith(EXPERTS) for name in tensors))
         named = {self._layer.prefix + name: tensor for name, tensor in tensors.items()}
         fill("a layer", self._layer.targets(set(named)), named.items())
 
@@ -144,6 +160,14 @@ class Body:
         for scheme in schemes.values():
             scheme.see = None
         return found
+
+    def _empty_layer(self, experts: bool) -> DecoderLayer:
+        """``experts``: whether it has them, in a body that has any."""
+        text = self._model.config
+        if text.experts is not None:
+            dense = () if experts else (0,)
+            text = replace(text, experts=replace(text.experts, decoder_sparse_step=1, mlp_only_layers=dense))
+        return self._model.layer_class(text, 0, _watched, self._dtype, self.device)
 
     def _schemes(self) -> dict[str, Watched]:
         return {name: getattr(self._layer, name).scheme for name in INPUTS}

@@ -38,10 +38,10 @@ def write(config: CheckpointConfig, layers: Sequence[Path], recipe: Recipe, visi
     shutil.copytree(config.folder, draft, ignore=shutil.ignore_patterns(*_WEIGHTS))
     source, quantized = SafetensorsFolder(config.folder), _names(layers)
     modules = {name.rpartition(".")[0] for name in quantized if name.endswith(".weight_scale")}
-    rest = {name: source.get(name) for name in source.names() if name not in quantized}
-    rest = {name: tensor for name, tensor in rest.items() if name.rpartition(".")[0] not in modules}
-    vision = []
-    for name, ours in split_names(source.names(), config)["vision"].items() if vision_fp8 else ():
+    known, vision = split_names(source.names(), config), []
+    of_layers = {name for name, ours in known["text"].items() if ours.startswith("model.layers.")}
+    rest = {name: source.get(name) for name in source.names() if name not in of_layers}
+    for name, ours in known["vision"].items() if vision_fp8 else ():
         if ours.startswith(_VISION) and _is_linear(name, rest[name]):
             vision.append(name.removesuffix(".weight"))
             weight = rest.pop(name)

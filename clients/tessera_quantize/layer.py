@@ -8,7 +8,7 @@ import torch
 
 from tessera.errors import CheckpointError
 from tessera_quantize import methods
-from tessera_quantize.body import EXPERTS, INPUTS, Body, layer_modules
+from tessera_quantize.body import INPUTS, Body, layer_modules
 from tessera_quantize.checkpoint import dequantized, stored_tensors
 from tessera_quantize.samples import Sample
 
@@ -21,11 +21,6 @@ class LayerQuantizer:
         self._recipe = recipe
         self._sequences = [(sample.hidden, sample.positions, sample.weights) for sample in samples]
         self._stored = body.tensors(index)
-        if whole := [name for name in self._stored if name.startswith(EXPERTS) and not name.endswith(".weight")]:
-            raise CheckpointError(
-                f"layer {index} holds {', '.join(sorted(whole))}, all experts in one tensor; save the checkpoint with "
-                "transformers, which stores each expert's own"
-            )
         shapes = {name: tuple(each.shape) for name, each in self._stored.items()}
         self._modules = layer_modules(body.config.text.names, shapes)
         names = [module for members in self._modules.members.values() for module in members]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -61,11 +62,21 @@ def markdown(job: Job, rows: Sequence[Row]) -> str:
         f"## Errors of {rows[1].name}, %",
         "",
     ]
-    modules = list(rows[1].errors[0])
+    layers = [_without_numbers(layer) for layer in rows[1].errors]
+    modules = list(dict.fromkeys(name for layer in layers for name in layer))  # some layers may have no experts
     body = [
-        [str(index), *(f"{100 * layer[name]:.3f}" for name in modules)] for index, layer in enumerate(rows[1].errors)
+        [str(index), *(f"{100 * layer[name]:.3f}" if name in layer else "" for name in modules)]
+        for index, layer in enumerate(layers)
     ]
     return "\n".join([*lines, *_table(["layer", *modules], body), ""])
+
+
+def _without_numbers(errors: Mapping[str, float]) -> dict[str, float]:
+    """A layer's errors, of its experts the mean."""
+    found: dict[str, list[float]] = {}
+    for name, error in errors.items():
+        found.setdefault(re.sub(r"experts\.\d+\.", "experts.", name), []).append(error)
+    return {name: mean(each) for name, each in found.items()}
 
 
 def layer_errors(row: Row) -> list[float]:

@@ -198,10 +198,13 @@ def _made(body: Body, index: int, recipe: Recipe, samples: list[Sample]) -> Made
 
 def _plain(body: Body, index: int, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A layer's tensors as its file holds them -> unquantized, by our names."""
-    plain = {}
+    plain, modules = {}, dict[str, dict[str, torch.Tensor]]()
+    for key, tensor in stored.items():
+        module, _, leaf = key.rpartition(".")
+        modules.setdefault(module, {})[leaf] = tensor
     for name in body.tensors(index):
-        module, leaf = body.stored_name(index, name).rpartition(".")[::2]
-        leaves = {key.rpartition(".")[2]: each for key, each in stored.items() if key.rpartition(".")[0] == module}
+        module, _, leaf = body.stored_name(index, name).rpartition(".")
+        leaves = modules[module]
         plain[name] = checkpoint.dequantized(leaves) if leaf == "weight" and "weight_scale" in leaves else leaves[leaf]
     return plain
 

@@ -21,7 +21,7 @@ from tiny_qwen2_vl import LEAST, MOST, QWEN2_5_VL, QWEN2_VL, Kind
 #: what differs from a writer's own sizes of the text model
 Sizes = Mapping[str, Any]
 _NONE: Sizes = MappingProxyType({})
-_QWEN2, _QWEN3, _EXPERTS = Shape(), Shape(text="qwen3", head_dim=32), Shape(text="qwen3_moe", head_dim=32)
+_QWEN2, _QWEN3, _EXPERTS = Shape(), Shape(text="qwen3", head_dim=32), Shape(text="qwen3_moe", text_mlp=128)
 
 
 def write_internvl(folder: Path, shape: Shape = _QWEN2, prefix: str = "") -> Any:

@@ -66,7 +66,7 @@ TEXT = dict(
     eos_token_id=2,
 )
 #: what a text model with experts has beside TEXT; of its tensors of all experts none is square
-EXPERTS = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, mlp_only_layers=[1])
+EXPERTS = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=96, mlp_only_layers=[1])
 ROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [5, 4, 3], "mrope_interleaved": True}
 SIDE = 16
 HALVES = [0.5, 0.5, 0.5]  # mean and deviation of its pixels

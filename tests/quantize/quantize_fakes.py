@@ -14,10 +14,13 @@ import torch
 
 from tessera.engine.engine import Engine
 from tessera.engine.sequence import Request, SamplingParameters
+from tessera.models.registry import read_config
+from tessera.preprocess.preprocessor import Prepared
 from tessera.settings.stages import EngineConfig
 from tessera_evaluation.datasets import folder_items
 from tessera_quantize import checkpoint as written
 from tessera_quantize import report
+from tessera_quantize.body import Body
 from tessera_quantize.methods import Fp8Weight, Int4Weight, Recipe, fit_grid, round_to
 from tessera_quantize.run import Job, finish, run
 from tessera_quantize.samples import Sample
@@ -75,6 +78,20 @@ def greedy(folder: Path, prompts: Sequence[tuple[Any, ...]], tokens: int, positi
         for number, token, _ in engine.step().tokens:
             answers[number].append(token)
     return list(answers.values())
+
+
+def layer_by_layer(folder: Path, prepared: Prepared, rows: torch.Tensor, fp8: bool = False) -> torch.Tensor:
+    """The prompt's logits [n, vocabulary] as calibration and the report see them, in float32; ``fp8``: of inputs that
+    are rounded as a product in FP8 sees them."""
+    body = Body(read_config(folder), torch.float32, torch.device("cpu"))
+    ids, found = torch.from_numpy(prepared.input_ids.astype(np.int64)), prepared.positions
+    positions = torch.arange(len(ids))[None] if found is None else torch.from_numpy(found).long()
+    places = np.concatenate([np.arange(start, start + length) for start, length in prepared.spans])
+    hidden = body.embed(ids, torch.from_numpy(places), rows)
+    for index in range(body.layers):
+        body.load(body.tensors(index))
+        hidden = body.run(hidden, positions, fp8)
+    return body.logits(hidden)
 
 
 @contextmanager

@@ -13,11 +13,9 @@ import torch
 from quantize.test_quantized_towers import answers
 from tiny_qwen2_vl import LEAST, MOST, picture
 
-from tessera.models.registry import read_config
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.pictures import VisionItem
-from tessera_quantize.body import Body
 
 SIZE = {"shortest_edge": LEAST, "longest_edge": MOST}
 TOWER = {f"model.visual.blocks.0.{name}" for name in ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")}
@@ -51,13 +49,7 @@ def test_the_body_layer_by_layer_has_the_logits_of_transformers(tmp_path: Path) 
         [VisionItem(prepared.pixels, prepared.plan, prepared.digest)]
     )
     ids = torch.from_numpy(prepared.input_ids.astype(np.int64))
-    body = Body(read_config(tmp_path), torch.float32, torch.device("cpu"))
-    (start, length) = prepared.spans[0]
-    hidden = body.embed(ids, torch.arange(start, start + length), rows)
-    for index in range(body.layers):
-        body.load(body.tensors(index))
-        hidden = body.run(hidden, torch.from_numpy(prepared.positions).long())
     pixels = tiny_qwen3_vl.reference_processor(tmp_path, LEAST, MOST).image_processor([image], return_tensors="pt")
     kinds = (ids[None] == model.config.image_token_id).int()
     expected = model(input_ids=ids[None], mm_token_type_ids=kinds, use_cache=False, **pixels).logits[0]
-    torch.testing.assert_close(body.logits(hidden), expected, atol=1e-3, rtol=0)
+    torch.testing.assert_close(quantize_fakes.layer_by_layer(tmp_path, prepared, rows), expected, atol=1e-3, rtol=0)

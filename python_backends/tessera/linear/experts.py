@@ -34,7 +34,7 @@ class Experts(Linear):
     ) -> None:
         names = [f"{prefix}{number}.{part}" for number in range(experts) for part in parts]
         super().__init__(in_features, stacked(names, [size] * len(names)), False, schemes, dtype, device)
-        self.experts, self._picked, self._whole = experts, picked, f"{prefix}{whole}"
+        self.experts, self._picked, self.whole = experts, picked, f"{prefix}{whole}"
         self._either_way = either_way
 
     @property
@@ -46,16 +46,20 @@ class Experts(Linear):
         return self.scheme.grouped(self, x, routing)
 
     def targets(self, stored: Collection[str]) -> dict[str, Target]:
-        if self._whole in stored and self.scheme.leaves() == {"weight"}:
-            return {self._whole: self._take_whole}
+        if self.whole in stored and self.scheme.leaves() == {"weight"}:
+            return {self.whole: self._take_whole}
         return super().targets(stored)
 
-    def _take_whole(self, tensor: torch.Tensor) -> None:
+    def split(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is stored as ``whole`` -> each module's weight. TensorError says what is wrong with it."""
         outputs, inputs = self.out_features // self.experts, self.in_features
         if self._either_way and inputs == outputs:
-            raise TensorError(self._whole, f"is {inputs} x {outputs}: which of them the inputs are is not known")
+            raise TensorError(self.whole, f"is {inputs} x {outputs}: which of them the inputs are is not known")
         if self._either_way and tensor.shape == (self.experts, inputs, outputs):
             tensor = tensor.transpose(1, 2)
-        rows = shaped({self._whole: tensor}, self._whole, (self.experts, outputs, inputs)).flatten(0, 1)
-        for module, part in zip(self.sizes, rows.split(list(self.sizes.values()))):
-            self._take(module, "weight", 1, part)
+        rows = shaped({self.whole: tensor}, self.whole, (self.experts, outputs, inputs)).flatten(0, 1)
+        return dict(zip(self.sizes, rows.split(list(self.sizes.values()))))
+
+    def _take_whole(self, tensor: torch.Tensor) -> None:
+        for module, weight in self.split(tensor).items():
+            self._take(module, "weight", 1, weight)
