@@ -27,8 +27,8 @@ CHATS: tuple[tuple[list[str | int], ...], ...] = (
 @pytest.mark.server
 @pytest.mark.parametrize("family", NEW)
 def test_answers_about_some_pictures_are_those_of_transformers(tmp_path: Path, family: str) -> None:
-    folder, (write, processor, sizes) = tmp_path / "checkpoint", NEW[family]
-    model, theirs, pictures = write(folder), processor(folder), [picture(*size, 1) for size in sizes]
+    folder, tiny = tmp_path / "checkpoint", NEW[family]
+    model, theirs, pictures = tiny.write(folder), tiny.processor(folder), [picture(*size, 1) for size in tiny.pictures]
     with (
         Launched(REPOSITORY, tmp_path / "log", "--checkpoint", str(folder), *IN_PARTS) as running,
         Client(running.url("grpc")) as client,
