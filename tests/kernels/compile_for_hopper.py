@@ -68,7 +68,7 @@ def w4a16(rows: int, plan: W4Plan, gated: bool) -> None:
 def experts(pairs: int, form: str) -> None:
     """The products of 128 experts, as many pairs as make small tiles or large ones; a token has 8."""
     scaled, packed = form == "fp8e4nv", form == "i16"
-    plan = plan_grouped(pairs, 128, 2048, 1 if scaled else 2)
+    plan = plan_grouped(pairs, 128, 2048, 1 if scaled else 2, packed)
     signature = {
         "x": "*fp8e4nv" if scaled else "*bf16",
         "weight": f"*{form}",
@@ -81,7 +81,15 @@ def experts(pairs: int, form: str) -> None:
     }
     if not (scaled or packed):
         del signature["scales"]
-    constants = {"PICKED": 8, "EXPERTS": 128, "CHUNK": 64 * packed, "GROUP": 128, "EARLY": True, **plan.launch}
+    constants = {
+        "PICKED": 8,
+        "EXPERTS": 128,
+        "CHUNK": 64 * packed,
+        "GROUP": 128,
+        "PTX": True,
+        "EARLY": True,
+        **plan.launch,
+    }
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     for kernel in (_gate_up_of_experts, _down_of_experts):
         own = {name: kind for name, kind in signature.items() if name in kernel.arg_names}
@@ -99,7 +107,7 @@ def routing() -> None:
 
 if __name__ == "__main__":
     routing()
-    for pairs, form in ((80, "bf16"), (80, "i16"), (65536, "fp8e4nv")):
+    for pairs, form in ((80, "bf16"), (80, "i16"), (8192, "i16"), (65536, "i16"), (65536, "fp8e4nv"), (65536, "bf16")):
         experts(pairs, form)
     gate_up_silu(GateUpPlan())
     for gated in (False, True):

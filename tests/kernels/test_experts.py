@@ -147,13 +147,14 @@ def test_a_token_does_not_depend_on_the_others(half, device, generator):
 
 
 @pytest.mark.parametrize("experts", [8, 128])
-def test_plans_fit_any_number_of_tokens(experts):
+@pytest.mark.parametrize("shared_memory", [227 << 10, 99 << 10], ids=["Hopper", "Ada"])
+def test_plans_fit_any_number_of_tokens(experts, shared_memory):
     for tokens in (1, 2, 10, 64, 256, 1000, 8192):
-        for k, size in ((768, 2), (2048, 2), (1536, 1), (4096, 4)):
-            plan = plan_grouped(tokens * 8, experts, k, size)
-            assert k % plan.depth == 0 and plan.depth * size >= 32
-            held = plan.stages * (plan.rows + plan.columns) * plan.depth * size
-            assert held <= 100 * 1024, plan
+        for k, size, packed in ((768, 2, False), (2048, 2, False), (2048, 2, True), (1536, 1, False), (4096, 4, False)):
+            plan = plan_grouped(tokens * 8, experts, k, size, packed, shared_memory)
+            assert k % plan.depth == 0 and plan.depth * size >= 32 and plan.stages >= 2
+            depth = (64 * (plan.columns + 4 * plan.rows)) if packed else plan.depth * (plan.rows + plan.columns)
+            assert plan.stages * depth * size <= shared_memory, plan
 
 
 def test_what_the_kernel_cannot_take(half, device, generator):

@@ -60,7 +60,7 @@ def output(gate_up: Experts, down: Experts) -> torch.Tensor:
     routing = reference.route(SCORES, PICKED, True)
     gated = reference.grouped_gate_up(*gate_up.operands(X), routing)
     assert isinstance(gated, torch.Tensor)
-    return reference.grouped_down(*down.operands(gated), routing).product()
+    return reference.grouped_down(*down.operands(gated, routing), routing).product()
 
 
 def one_by_one(
@@ -110,7 +110,12 @@ def test_four_bits_are_packed_without_a_copy(monkeypatch: pytest.MonkeyPatch) ->
         assert isinstance(layers[0].operands(X)[1], PackedW4) == packs
         assert not packs or all(layer.weight is None for layer in layers)
         answers.append(output(*layers))
-    torch.testing.assert_close(*answers)
+        if packs:  # many tokens are multiplied by dequantized weights
+            monkeypatch.setattr("tessera.linear.formats.int4._MANY_TOKENS", 0)
+            assert isinstance(layers[0].operands(X)[1], torch.Tensor)
+            answers.append(output(*layers))
+    for answer in answers[1:]:
+        torch.testing.assert_close(answer, answers[0])
 
 
 def test_columns_scattered_alike_are_read_and_others_refused() -> None:

@@ -28,8 +28,10 @@ from tessera.kernels.fp8 import early_launch, wait_for_previous
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.operands import MAX_ROWS, Partials, Routing, StoredWeights
 from tessera.kernels.w4_layout import ZERO_BITS, PackedW4
+from tessera.kernels.w4a16 import widen_assembly
 
 _MOST_PAIRS = 4096  # that a program orders at a time
+_HOPPER = 227 << 10  # bytes of shared memory that a program may have
 _ZERO_MASK = tl.constexpr((1 << ZERO_BITS) - 1)
 
 
@@ -51,16 +53,35 @@ class GroupedPlan:
 
 
 @cache
-def plan_grouped(pairs: int, experts: int, k: int, size: int) -> GroupedPlan:
-    """How to multiply ``pairs`` rows of ``k`` values of ``size`` bytes by as many experts; a pure function.
+def plan_grouped(
+    pairs: int, experts: int, k: int, size: int, packed: bool = False, shared_memory: int = _HOPPER
+) -> GroupedPlan:
+    """How to multiply ``pairs`` rows of ``k`` values of ``size`` bytes by as many experts, in 4 bits if ``packed``, in
+    ``shared_memory`` bytes; a pure function, swept on an H200 (docs/gpu.md).
 
     Tiles hold twice an expert's share, so that few experts need two and read their weights again.
     """
-    rows = min(max(16, triton.next_power_of_2(2 * pairs // experts)), 128)
-    divisor = k & -k  # the largest power of two that divides k
-    if rows < 64:
-        return GroupedPlan(rows, 64, min(divisor, 256 // size))
-    return GroupedPlan(rows, 128, min(divisor, 128 // size), warps=8, stages=3)
+    rows = min(max(16, triton.next_power_of_2(2 * pairs // experts)), 64 if packed else 128)
+    columns, warps, stages, depth = 128, 4, 3, min(k & -k, 128 // size)  # of a power of two that divides k
+    if packed:  # a block has four chunks of x; there are two sums, so that more rows would spill
+        warps, stages = 8, 4 if rows == 16 else 3
+        held = (columns + 4 * rows) * 128
+    else:
+        if rows == 128:
+            columns, warps, stages = 256, 8, 4
+        elif rows == 16 and k * size > 1024:
+            depth = min(k & -k, 256 // size)
+        held = (columns + rows) * depth * size
+    return GroupedPlan(rows, columns, depth, warps, min(stages, max(1, shared_memory // held)))
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have."""
+    if device.type != "cuda":
+        return _HOPPER
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(number)["max_shared_mem"])
 
 
 def route(logits: torch.Tensor, picked: int, normalize: bool) -> Routing:
@@ -135,7 +156,8 @@ def _check(
     else:
         stored, scales = weights if isinstance(weights, Fp8Rows) else (weights, None)
         rows, k = stored.shape
-    plan = plan or plan_grouped(len(routing.pairs), experts, k, values.itemsize)
+    held = values.itemsize, chunk > 0, _shared_memory(values.device)
+    plan = plan or plan_grouped(len(routing.pairs), experts, k, *held)
     if values.shape[1] != k or rows % experts or (not chunk and (k % plan.depth or plan.depth * values.itemsize < 32)):
         raise ValueError(
             f"experts: rows of k values and weights [{experts} * n, k], k a multiple of 32 bytes, "
@@ -146,7 +168,13 @@ def _check(
         raise ValueError(f"experts: x and weights of one form, not {values.dtype} and {stored.dtype}")
     if not (values.is_contiguous() and stored.is_contiguous()):
         raise ValueError("experts: x and weights must be contiguous")
-    own = {"PICKED": routing.weights.shape[1], "EXPERTS": experts, "CHUNK": chunk, "GROUP": group}
+    own = {
+        "PICKED": routing.weights.shape[1],
+        "EXPERTS": experts,
+        "CHUNK": chunk,
+        "GROUP": group,
+        "PTX": values.is_cuda,
+    }
     options = {**own, **plan.launch, **early_launch(values.device)}
     return (values, x_scales, stored, scales), k, rows, plan, options
 
@@ -214,7 +242,8 @@ def _tile(bounds, EXPERTS: tl.constexpr, ALL: tl.constexpr, BLOCK_M: tl.constexp
 @triton.jit
 def _product(
     x, x_scales, weight, scales, x_rows, weight_rows, k, all_rows,
-    CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """W[weight_rows] x[x_rows]^T -> float32 [BLOCK_N, BLOCK_M]."""
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -227,8 +256,8 @@ def _product(
             codes = tl.load(weight_at)
             for part in tl.static_range(4):
                 words = tl.load(scales + (block * 4 + part) * CHUNK // GROUP * all_rows.to(tl.int64) + weight_rows)
-                values = (codes >> 4 * part & 15).to(tl.int32) - (words & _ZERO_MASK)[:, None]
-                sums = tl.dot(values.to(x.dtype.element_ty), tl.load(x_at + part * CHUNK), input_precision="ieee")
+                values = _widen(codes, words & _ZERO_MASK, part, x.dtype.element_ty, PTX)
+                sums = tl.dot(values, tl.load(x_at + part * CHUNK), input_precision="ieee")
                 total += (words & ~_ZERO_MASK).to(tl.float32, bitcast=True)[:, None] * sums
             weight_at += all_rows.to(tl.int64) * CHUNK
             x_at += 4 * CHUNK
@@ -246,9 +275,23 @@ def _product(
 
 
 @triton.jit
+def _widen(codes, zeros, NIBBLE: tl.constexpr, HALF: tl.constexpr, PTX: tl.constexpr):
+    """A nibble of int16 codes [n, chunk] less zero points int32 [n] -> HALF [n, chunk], exact; two in two instructions
+    and a shift by ``PTX``, which an interpreter has not."""
+    if not PTX:
+        return ((codes >> 4 * NIBBLE & 15).to(tl.int32) - zeros[:, None]).to(HALF)
+    BFLOAT16: tl.constexpr = tl.bfloat16 == HALF
+    EXPONENT: tl.constexpr = 0x4300 if BFLOAT16 else 0x6400  # the value it stands for has a last place of one
+    half = (zeros | EXPONENT).to(tl.int16).to(HALF, bitcast=True)
+    half, codes = tl.broadcast(half[:, None], codes)
+    assembly: tl.constexpr = widen_assembly(NIBBLE, BFLOAT16)
+    return tl.inline_asm_elementwise(assembly, "=r,r,r", [codes, half], dtype=half.dtype, is_pure=True, pack=2)
+
+
+@triton.jit
 def _gate_up_of_experts(
     x, x_scales, weight, scales, pairs, bounds, out, size, k, all_rows,
-    PICKED: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    PICKED: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of pairs by BLOCK_N / 2 gates and their ups, rows of one tile in turn: gate, up, gate, ..."""
@@ -264,7 +307,7 @@ def _gate_up_of_experts(
     # Rows past the expert's repeat its last one: loads without masks.
     x_rows = tl.load(pairs + tl.minimum(row, stop - 1)) // PICKED
     total = _product(
-        x, x_scales, weight, scales, x_rows, weight_rows, k, all_rows, CHUNK, GROUP, BLOCK_M, BLOCK_N, BLOCK_K
+        x, x_scales, weight, scales, x_rows, weight_rows, k, all_rows, CHUNK, GROUP, PTX, BLOCK_M, BLOCK_N, BLOCK_K
     )
     total = total.to(out.dtype.element_ty)
     gate, up = total.reshape(HALF, 2, BLOCK_M).permute(0, 2, 1).split()
@@ -275,7 +318,7 @@ def _gate_up_of_experts(
 @triton.jit(do_not_specialize=["tokens"])
 def _down_of_experts(
     x, x_scales, weight, scales, pairs, bounds, pair_weights, parts, tokens, n, k, all_rows,
-    PICKED: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    PICKED: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program a tile; ``parts`` [PICKED, tokens, n]."""
@@ -286,7 +329,7 @@ def _down_of_experts(
     row, column = first + tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     x_rows, weight_rows = tl.minimum(row, stop - 1), expert * n + tl.minimum(column, n - 1)
     total = _product(
-        x, x_scales, weight, scales, x_rows, weight_rows, k, all_rows, CHUNK, GROUP, BLOCK_M, BLOCK_N, BLOCK_K
+        x, x_scales, weight, scales, x_rows, weight_rows, k, all_rows, CHUNK, GROUP, PTX, BLOCK_M, BLOCK_N, BLOCK_K
     )
     pair = tl.load(pairs + x_rows)
     total *= tl.load(pair_weights + pair).to(tl.float32)[None, :]

@@ -149,8 +149,8 @@ def _check(x: torch.Tensor, weights: PackedW4) -> tuple[int, int]:
 
 
 @gluon.constexpr_function
-def _widen_assembly(chunk: int, bfloat16: bool) -> str:
-    """$0 = two halves, the codes of one chunk in the words $1, less the zero points $2, which hold the same offset."""
+def widen_assembly(chunk: int, bfloat16: bool) -> str:
+    """PTX: $0 = two halves, a chunk's codes in the words $1, less the zero points $2, which hold the same offset."""
     exponent, half = ("0x43004300", "bf16x2") if bfloat16 else ("0x64006400", "f16x2")
     shift = f"shr.u32 t, $1, {4 * chunk};" if chunk else "mov.b32 t, $1;"
     return f"{{ .reg .b32 t; {shift} lop3.b32 t, t, 0x000F000F, {exponent}, 0xEA; sub.{half} $0, t, $2; }}"
@@ -161,7 +161,7 @@ def _widen(words, zero, CHUNK: gl.constexpr, HALF: gl.constexpr):
     """Chunk number CHUNK of int16 words [n, chunk], less zero points int32 [n] -> HALF [n, chunk], exact."""
     BFLOAT16: gl.constexpr = gl.bfloat16 == HALF
     EXPONENT: gl.constexpr = 0x4300 if BFLOAT16 else 0x6400  # the value it stands for has a last place of one
-    ASSEMBLY: gl.constexpr = _widen_assembly(CHUNK, BFLOAT16)
+    ASSEMBLY: gl.constexpr = widen_assembly(CHUNK, BFLOAT16)
     half = (zero | EXPONENT).to(gl.int16).to(HALF, bitcast=True)
     half, words = gl.broadcast(gl.expand_dims(half, 1), words)
     return gl.inline_asm_elementwise(ASSEMBLY, "=r,r,r", [words, half], dtype=half.dtype, is_pure=True, pack=2)

@@ -34,12 +34,12 @@ class Experts(Linear):
     ) -> None:
         names = [f"{prefix}{number}.{part}" for number in range(experts) for part in parts]
         super().__init__(in_features, stacked(names, [size] * len(names)), False, schemes, dtype, device)
-        self.experts, self._picked, self.whole = experts, picked, f"{prefix}{whole}"
+        self.experts, self.picked, self.whole = experts, picked, f"{prefix}{whole}"
         self._either_way = either_way
 
     @property
     def products_a_token(self) -> int:
-        return super().products_a_token // self.experts * self._picked
+        return super().products_a_token // self.experts * self.picked
 
     def operands(self, x: torch.Tensor, routing: Routing | None = None) -> GroupedOperands:
         """What its grouped product takes for tokens x, or for the pairs of a ``routing``."""

@@ -196,8 +196,9 @@ class Linear(nn.Module):
     never held in two forms.
     """
 
-    #: how many experts share its rows; 0 where all rows are one layer's
+    #: how many experts share its rows, 0 where all rows are one layer's, and how many of them a token sees
     experts: int = 0
+    picked: int = 0
 
     if TYPE_CHECKING:
 

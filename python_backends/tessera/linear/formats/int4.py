@@ -32,6 +32,7 @@ ZERO = 8
 """Of symmetric groups."""
 W4A16, DEQUANTIZED = "w4a16", "dequantized"
 _CHECKED_ROWS = (1, 8, 13, 16, 29, 32, 57, 64)  # each compiled kernel, its tiles full and not
+_MANY_TOKENS = 64  # of an expert in the mean, from which on a product of its dequantized weights is faster
 _TILE = 64  # columns of the kernel's smallest tile
 _TOLERANCE = 0.02  # of a tile's norm, or of the tiles' mean: both round to the model's dtype
 _HOPPER = (9, 0)  # the compute capability that has the kernel's instructions, and the only one
@@ -152,7 +153,13 @@ class Int4(LinearScheme):
         return quantize_rows(gated) if fp8 else gated
 
     def grouped(self, layer: Linear, x: torch.Tensor, routing: Routing | None = None) -> GroupedOperands:
-        return (_sorted(layer, x), _packed(layer)) if _is_packed(layer) else (x, layer.weight)
+        if not _is_packed(layer):
+            return x, layer.weight
+        pairs = len(x) * layer.picked if routing is None else len(routing.pairs)
+        x, packed = _sorted(layer, x), _packed(layer)
+        if pairs < _MANY_TOKENS * layer.experts:
+            return x, packed
+        return x, layer_kernels(layer.device.type).widen_w4(packed, layer.dtype)
 
     def possible(self, layer: Linear, shape: LinearShape, rows: int) -> list[str]:
         if not _is_packed(layer):
