@@ -91,7 +91,8 @@ def divide(
         ConfigError: the weights do not fit.
     """
     usable = int(card * fraction)
-    server = pool = min(4 * GIB, usable // 16)
+    pool = usable // 16  # rows of a large picture are 32 MiB, and hundreds of requests wait
+    server = min(4 * GIB, pool)
     left = usable - CONTEXTS_BYTES - server
     if not language:
         return Division(card, server, 0, left, weights[0], 0, 0)
