@@ -7,10 +7,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import tiny_checkpoints
+import tiny_paddleocr_vl
+import tiny_qwen2_vl
 import tiny_qwen3_vl
 import torch
-from models.test_conformance import FAMILIES, SHAPES, write_internvl, write_qwen3_vl
-from tiny_qwen2_vl import picture
+from tiny_checkpoints import Shape, hf_native
+from tiny_qwen2_vl import LEAST, MOST, QWEN2_5_VL, QWEN2_VL, picture
 
 from tessera.engine.engine import Engine
 from tessera.engine.sequence import Request
@@ -20,10 +23,28 @@ from tessera.settings.stages import EngineConfig, VisionSettings
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.pictures import VisionItem
 
+EXPERTS = (("num_experts", 8), ("num_experts_per_tok", 3), ("norm_topk_prob", True), ("mlp_only_layers", [1]))
+BOUNDS = {"min_pixels": LEAST, "max_pixels": MOST}
+HEADS, INNER = {"head_dim": 32}, {"moe_intermediate_size": 96}  # what the kernels' tiles want
+EDGES = {"shortest_edge": LEAST, "longest_edge": MOST}
+
+
+def write_qianfan(folder: Path) -> None:
+    native = hf_native(folder / "native", Shape(text="qwen3", head_dim=32))
+    tiny_checkpoints.as_qianfan(native, folder, tiny_checkpoints.QIANFAN_TEMPLATE)
+
+
 WRITERS = {
-    **FAMILIES,
-    "internvl, qwen3_moe": partial(write_internvl, shape=SHAPES["qwen3_moe"]),
-    "qwen3_vl, experts": partial(write_qwen3_vl, text=tiny_qwen3_vl.EXPERTS),
+    "internvl": partial(hf_native, shape=Shape()),
+    "internvl, qwen3_moe": partial(
+        hf_native, shape=Shape(text="qwen3_moe", head_dim=32, text_mlp=128, text_layers=3, experts=EXPERTS)
+    ),
+    "qianfan_ocr": write_qianfan,
+    "qwen2_vl": partial(tiny_qwen2_vl.write_model, kind=QWEN2_VL, **BOUNDS),
+    "qwen2_5_vl": partial(tiny_qwen2_vl.write_model, kind=QWEN2_5_VL, **BOUNDS),
+    "paddleocr_vl": partial(tiny_paddleocr_vl.write_model, **BOUNDS),
+    "qwen3_vl": partial(tiny_qwen3_vl.write_model, text=HEADS, size=EDGES),
+    "qwen3_vl, experts": partial(tiny_qwen3_vl.write_model, text=tiny_qwen3_vl.EXPERTS | HEADS | INNER, size=EDGES),
 }
 SIZES = [(64, 96), (448, 448), (160, 64), (320, 224)]
 LEAST_COSINE = {"checkpoint": 0.999, "fp8": 0.99}
