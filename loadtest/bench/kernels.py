@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -270,31 +269,38 @@ def experts() -> Iterator[Case]:
         rows = quantize_rows if form == "e4m3" else lambda x: x
         for m in EXPERT_ROWS:
             x, logits = normal(m, EXPERT_HIDDEN), normal(m, EXPERTS)
-            ways = [partial(_experts, kernels, rows, x, logits) for kernels in (_OURS, reference)]
             with poisoned():
-                wrong = error(*(way(*weights[-1]).product() for way in ways))
+                wrong = _error_of_experts(rows, x, logits, *weights[-1])
             touched = int((route(logits, PICKED, True).bounds.diff() > 0).sum())
             moved = int(touched * size * 3 * EXPERT_SIZE * EXPERT_HIDDEN) + 2 * m * EXPERT_HIDDEN * (1 + PICKED)
             library = [partial(_torch_experts, x, logits, *pair) for pair in halves]
-            calls = {"grouped_mm": library, "ours": [partial(ways[0], *pair) for pair in weights]}
+            calls = {"grouped_mm": library, "ours": [partial(_experts, rows, x, logits, *pair) for pair in weights]}
             flop = 6 * m * PICKED * EXPERT_SIZE * EXPERT_HIDDEN if m >= 1024 else 0
             yield Case("experts", form, m, calls, moved, wrong, flop)
 
 
-_OURS = SimpleNamespace(route=route, grouped_gate_up=grouped_gate_up, grouped_down=grouped_down)
+def _experts(rows: Call, x: torch.Tensor, logits: torch.Tensor, gates: Any, downs: Any) -> torch.Tensor:
+    routing = route(logits, PICKED, True)
+    return grouped_down(rows(grouped_gate_up(rows(x), gates, routing)), downs, routing).product()
 
 
-def _experts(kernels: Any, rows: Call, x: Any, logits: torch.Tensor, gates: Any, downs: Any) -> Any:
-    routing = kernels.route(logits, PICKED, True)
-    return kernels.grouped_down(rows(kernels.grouped_gate_up(rows(x), gates, routing)), downs, routing)
+def _error_of_experts(rows: Call, x: torch.Tensor, logits: torch.Tensor, gates: Any, downs: Any) -> float:
+    """The larger of both products'."""
+    routing = reference.route(logits, PICKED, True)
+    gated = reference.grouped_gate_up(rows(x), gates, routing)
+    summed = (down(rows(gated), downs, routing).product() for down in (grouped_down, reference.grouped_down))
+    return max(error(grouped_gate_up(rows(x), gates, routing), gated), error(*summed))
 
 
 def _torch_experts(x: torch.Tensor, logits: torch.Tensor, gates: torch.Tensor, downs: torch.Tensor) -> torch.Tensor:
-    """With our routing, and without the sum of a token's experts."""
+    """With our routing; the sum of a token's experts is a product too."""
     routing = route(logits, PICKED, True)
     gates, downs = (each.unflatten(0, (EXPERTS, -1)).mT for each in (gates, downs))
     product = torch._grouped_mm(x[routing.pairs // PICKED], gates, offs=routing.bounds[1:])
-    return torch._grouped_mm(silu_and_multiply(product), downs, offs=routing.bounds[1:])
+    of_pairs = torch._grouped_mm(silu_and_multiply(product), downs, offs=routing.bounds[1:])
+    places = torch.empty_like(routing.pairs)
+    places[routing.pairs] = torch.arange(len(places), dtype=places.dtype, device=CUDA)
+    return torch.bmm(routing.weights[:, None], of_pairs[places].view(len(x), PICKED, -1))[:, 0]
 
 
 class Paged:
