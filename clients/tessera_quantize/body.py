@@ -86,11 +86,13 @@ class Body:
         for linear in layer.places():
             if isinstance(linear, Experts) and (name := linear.whole.removeprefix(layer.prefix)) in found:
                 try:
-                    split = linear.split(found[name])
+                    split = linear.split({"weight": found[name]})
                 except TensorError as error:
                     name = self.stored[f"model.layers.{index}.{name}"]
                     raise CheckpointError(f"weights of a layer: {name}: {error}") from None
-                apart = {f"{module.removeprefix(layer.prefix)}.weight": weight for module, weight in split.items()}
+                apart = {
+                    f"{module.removeprefix(layer.prefix)}.weight": each["weight"] for module, each in split.items()
+                }
                 if not apart.keys() & found.keys():  # stored twice they are refused by load
                     del found[name]
                     found |= apart

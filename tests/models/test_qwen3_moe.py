@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from linear.packers import FORMATS, quantize_folder
+from models.tiny_families import NEW
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import Shape, hf_native, join_experts
+from tiny_checkpoints import Shape, hf_native, join_experts, split_experts
 from transformers import Qwen3MoeConfig
 
 from tessera.checkpoint.config import ExpertsConfig
@@ -138,6 +139,48 @@ def test_an_expert_that_is_not_quantized_as_the_others_is_named(folder: Path) ->
     told = r"are not: \S*experts\.0\.gate_proj: compressed-tensors, group 0, \S*experts\.2\.up_proj: not quantized$"
     with pytest.raises(CheckpointError, match=told):
         load_model(read_config(folder), CONFIG)
+
+
+def wide_qwen3_vl(folder: Path, inner: int) -> dict[str, torch.Tensor]:
+    """A checkpoint with each expert's matrices by themselves in blocks of FP8; gives W by module."""
+    family = NEW["qwen3_vl, experts"]
+    family.write(folder, text={**family.wide["text"], "moe_intermediate_size": inner})
+    split_experts(folder)
+    return quantize_folder(folder, FORMATS["fp8 blocks"])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_all_experts_in_blocks_of_fp8_in_one_tensor(tmp_path: Path, transposed: bool) -> None:
+    """Scales lie as the weights do. As vLLM reads published files of Qwen3-VL (pull request 50727)."""
+    expected = wide_qwen3_vl(tmp_path, 384)
+    join_experts(tmp_path, transposed)
+    model = load_model(read_config(tmp_path), CONFIG)
+    assert isinstance(model.layers[0].gate_up, Experts) and isinstance(model.layers[2].gate_up, Experts)
+    for layer in (model.layers[0], model.layers[2]):
+        for linear in (layer.gate_up, layer.down):
+            w = [expected[module.replace("model.", "model.language_model.", 1)] for module in linear.sizes]
+            assert torch.equal(linear.weight, torch.cat(w))
+    load_model(read_config(tmp_path), CONFIG, headers=True)
+    file, whole = tmp_path / "model.safetensors", "model.language_model.layers.2.mlp.experts.down_proj"
+    stored = load_file(file)
+    save_file(stored | {f"{whole}_scale_inv": stored[f"{whole}_scale_inv"].mT.contiguous()}, file)
+    with pytest.raises(
+        CheckpointError, match=r"layers\.2\.mlp\.experts\.down_proj_scale_inv: has shape \[6, 3, 2\], exp"
+    ):
+        load_model(read_config(tmp_path), CONFIG)
+    save_file({name: each for name, each in stored.items() if name != f"{whole}_scale_inv"}, file)
+    with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.experts\.down_proj: left over"):
+        load_model(read_config(tmp_path), CONFIG)
+
+
+def test_a_block_that_is_part_of_a_gate_and_of_an_up_is_refused(tmp_path: Path) -> None:
+    wide_qwen3_vl(tmp_path, 192)
+    load_model(read_config(tmp_path), CONFIG)  # each by itself
+    file, place = tmp_path / "model.safetensors", "model.language_model.layers.0.mlp.experts.gate_up_proj_scale_inv"
+    join_experts(tmp_path)
+    save_file(load_file(file) | {place: torch.ones(6, 3, 2)}, file)
+    with pytest.raises(CheckpointError, match=rf"{place}: has blocks of 128 rows, and a matrix of 192 ends within one"):
+        load_model(read_config(tmp_path), CONFIG)
 
 
 def test_places_and_counts(folder: Path) -> None:

@@ -319,17 +319,19 @@ def split_experts(folder: Path) -> None:
 
 def join_experts(folder: Path, transposed: bool = False) -> None:
     """Stores each layer's experts as transformers holds them, gates above ups; ``transposed``: inputs first."""
-    path, pattern = folder / "model.safetensors", re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+    path = folder / "model.safetensors"
+    pattern = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight(_scale_inv)?")
     tensors = load_file(path)
-    found: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+    found: dict[tuple[str, str], dict[int, dict[str, torch.Tensor]]] = {}
     for name in list(tensors):
         if match := pattern.fullmatch(name):
-            found.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = tensors.pop(name)
-    for layer, experts in found.items():
+            place = match[1], match[4] or ""
+            found.setdefault(place, {}).setdefault(int(match[2]), {})[match[3]] = tensors.pop(name)
+    for (layer, leaf), experts in found.items():
         of = [experts[number] for number in range(len(experts))]
         gate_up = torch.stack([torch.cat((each["gate"], each["up"])) for each in of])
         for name, whole in (("gate_up_proj", gate_up), ("down_proj", torch.stack([each["down"] for each in of]))):
-            tensors[f"{layer}.{name}"] = whole.mT.contiguous() if transposed else whole
+            tensors[f"{layer}.{name}{leaf}"] = whole.mT.contiguous() if transposed else whole
     save_file(tensors, path, metadata={"format": "pt"})
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from tessera.checkpoint.weights import Target, TensorError
+from tessera.kernels.fp8_rows import E4M3
 from tessera.kernels.operands import GroupedOperands, Routing
+from tessera.linear.formats.fp8 import BLOCK
 from tessera.linear.scheme import Linear, SchemeSelector, shaped, stacked
 
 
@@ -15,7 +18,8 @@ class Experts(Linear):
     """Those of ``experts`` experts, one below the other, of which a token sees ``picked``.
 
     Expert n is stored as the modules ``prefix``n.``parts``, of ``size`` output features each. Unquantized ones may be
-    stored as one tensor instead, ``whole``: [experts, out, in], or, where ``either_way``, also [experts, in, out].
+    stored as one tensor instead, ``whole``: [experts, out, in], or, where ``either_way``, also [experts, in, out]; and
+    so those in FP8, with the scales of their blocks in another one, which lies as the first does.
     """
 
     def __init__(
@@ -35,7 +39,7 @@ class Experts(Linear):
         names = [f"{prefix}{number}.{part}" for number in range(experts) for part in parts]
         super().__init__(in_features, stacked(names, [size] * len(names)), False, schemes, dtype, device)
         self.experts, self.picked, self.whole = experts, picked, f"{prefix}{whole}"
-        self._either_way = either_way
+        self._either_way, self._wholes = either_way, dict[str, torch.Tensor]()
 
     @property
     def products_a_token(self) -> int:
@@ -46,20 +50,37 @@ class Experts(Linear):
         return self.scheme.grouped(self, x, routing)
 
     def targets(self, stored: Collection[str]) -> dict[str, Target]:
-        if self.whole in stored and self.scheme.leaves() == {"weight"}:
-            return {self.whole: self._take_whole}
+        wholes = {leaf: self._name_of(leaf) for leaf in self.scheme.leaves()}
+        if all(name in stored for name in wholes.values()):
+            return {name: partial(self._take_whole, leaf) for leaf, name in wholes.items()}
         return super().targets(stored)
 
-    def split(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What is stored as ``whole`` -> each module's weight. TensorError says what is wrong with it."""
+    def split(self, wholes: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+        """What is stored as one tensor for each leaf -> each module's tensors. TensorError says what is wrong."""
         outputs, inputs = self.out_features // self.experts, self.in_features
         if self._either_way and inputs == outputs:
             raise TensorError(self.whole, f"is {inputs} x {outputs}: which of them the inputs are is not known")
-        if self._either_way and tensor.shape == (self.experts, inputs, outputs):
-            tensor = tensor.transpose(1, 2)
-        rows = shaped({self.whole: tensor}, self.whole, (self.experts, outputs, inputs)).flatten(0, 1)
-        return dict(zip(self.sizes, rows.split(list(self.sizes.values()))))
+        swapped = self._either_way and wholes["weight"].shape == (self.experts, inputs, outputs)
+        found: dict[str, dict[str, torch.Tensor]] = {module: {} for module in self.sizes}
+        for leaf, tensor in wholes.items():
+            name, step = self._name_of(leaf), 1 if leaf == "weight" else BLOCK
+            shape = self.experts, -(-outputs // step), -(-inputs // step)
+            dtype = E4M3 if leaf == "weight" and len(wholes) > 1 else None
+            rows = shaped({name: tensor.transpose(1, 2) if swapped else tensor}, name, shape, dtype).flatten(0, 1)
+            size = max(self.sizes.values())
+            if size < outputs and size % step:
+                raise TensorError(name, f"has blocks of {step} rows, and a matrix of {size} ends within one")
+            for tensors, part in zip(found.values(), rows.split(-(-size // step))):
+                tensors[leaf] = part
+        return found
 
-    def _take_whole(self, tensor: torch.Tensor) -> None:
-        for module, weight in self.split(tensor).items():
-            self._take(module, "weight", 1, weight)
+    def _name_of(self, leaf: str) -> str:
+        return self.whole + leaf.removeprefix("weight")
+
+    def _take_whole(self, leaf: str, tensor: torch.Tensor) -> None:
+        self._wholes[leaf] = tensor
+        if len(self._wholes) == len(self.scheme.leaves()):
+            for module, tensors in self.split(self._wholes).items():
+                for each, part in tensors.items():
+                    self._take(module, each, len(tensors), part)
+            self._wholes.clear()

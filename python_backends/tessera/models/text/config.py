@@ -111,7 +111,7 @@ _EXPERT_NAMES = BodyNames(
         *_HEAD_NORMS.more,
         r"mlp\.gate\.weight",
         rf"mlp\.experts\.\d+\.(?:gate|up|down)_proj\.{LINEAR}",
-        r"mlp\.experts\.(?:gate_up|down)_proj",  # of all experts, as transformers 5 holds them
+        r"mlp\.experts\.(?:gate_up|down)_proj(?:_scale_inv)?",  # of all experts, as transformers 5 holds them
     )
 )
 _JOINED = BodyNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
