@@ -81,6 +81,11 @@ def test_answers_are_those_of_the_weights_that_the_file_stands_for(tmp_path: Pat
     shown = [picture(*size, seed)[0] for seed, size in enumerate(family.pictures[:2])]
     prepared = Preprocessor.from_checkpoint(out)(PreprocessRequest(text="<image> and <image>: alike?", images=shown))
     twin = plain_twin(out, tmp_path / "twin")
+    split_experts(shutil.copytree(tmp_path / "source", tmp_path / "apart"))
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "apart", twin))
+    assert before.keys() == after.keys()
+    for tensor, plain in before.items():
+        assert (after[tensor] - plain).norm() <= (0.04 if method == "fp8" else 0.2) * plain.norm(), tensor
     found = logprobs(out, prepared)
     if method == "gptq":
         assert found == logprobs(twin, prepared)  # to the last bit
