@@ -91,13 +91,12 @@ def divide(
         ConfigError: the weights do not fit.
     """
     usable = int(card * fraction)
-    pool = usable // 16  # rows of a large picture are 32 MiB, and hundreds of requests wait
-    server = min(4 * GIB, pool)
+    server = pool = min(4 * GIB, usable // 16)
     left = usable - CONTEXTS_BYTES - server
     if not language:
         return Division(card, server, 0, left, weights[0], 0, 0)
     if vision is None:  # activations of a forward, pixels, known rows and rows on their way out
-        vision = weights[0] + min(6 * GIB, usable // 8)
+        vision = weights[0] + min(8 * GIB, usable // 8)
     division = Division(card, server, pool, vision, weights[0], left - pool - vision, weights[1])
     if division.language <= weights[1]:
         raise ConfigError(

@@ -32,7 +32,7 @@ ZERO = 8
 """Of symmetric groups."""
 W4A16, DEQUANTIZED = "w4a16", "dequantized"
 _CHECKED_ROWS = (1, 8, 13, 16, 29, 32, 57, 64)  # each compiled kernel, its tiles full and not
-_MANY_TOKENS = 64  # of an expert in the mean, from which on a product of its dequantized weights is faster
+_MANY_TOKENS = 128  # of an expert in the mean, from which on a product of its dequantized weights is faster
 _TILE = 64  # columns of the kernel's smallest tile
 _TOLERANCE = 0.02  # of a tile's norm, or of the tiles' mean: both round to the model's dtype
 _HOPPER = (9, 0)  # the compute capability that has the kernel's instructions, and the only one
