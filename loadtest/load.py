@@ -34,12 +34,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import counting
 import figures
 import open_loop
+from closed_loop import PATIENCE_S
 from measuring import report, take
 from serving import add_arguments, serve, setup, setup_notes
 from standin_server import standin
@@ -76,38 +76,54 @@ AXES = {
 
 @dataclass(frozen=True)
 class Target:
-    """Who is asked, and how figures name it."""
+    """Who is asked: servers of this kind (tessera, openai) at these addresses, and what belongs to their figures."""
 
-    make: Callable[..., Asker]
-    prefix: str
+    kind: str
+    addresses: list[str]
+    model: str | None = None
     gpus: tuple[str, ...] = ()
     metrics: list[str] = field(default_factory=list)
     notes: dict[str, object] = field(default_factory=dict)
 
+    @property
+    def prefix(self) -> str:
+        """What the figures' names begin with."""
+        return "openai." if self.kind == "openai" else ""
 
-def askers(kind: str, addresses: list[str], model: str | None) -> Callable[..., Asker]:
-    """What makes the asker of a workload."""
-    return partial(OpenAiAsker, addresses, model=model) if kind == "openai" else partial(TesseraAsker, addresses)
+    def make(self, workload: Workload, seed: int, patience_s: float = PATIENCE_S) -> Asker:
+        """What asks them a workload."""
+        if self.kind == "openai":
+            return OpenAiAsker(self.addresses, workload, seed, patience_s, self.model)
+        return TesseraAsker(self.addresses, workload, seed, patience_s)
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that :func:`reached` reads."""
+    parser.add_argument("--target", choices=("tessera", "openai"), default="tessera")
+    parser.add_argument("--url", help="of a server that runs (tessera: its gRPC); several with commas between")
+    parser.add_argument("--model", help="of the openai target; default: the first that it names")
+    parser.add_argument("--ceiling", action="store_true", help="ask servers that do nothing (standin_server.py)")
+    add_arguments(parser)
 
 
 @contextmanager
 def reached(options: argparse.Namespace) -> Iterator[Target]:
     """The target, ready to be asked."""
-    asked, before = setup(options), "openai." if options.target == "openai" else ""
+    asked = setup(options)
     with ExitStack() as stack:
         if options.ceiling:
             # One for each process of the load, so that they are not what is measured.
             addresses = [stack.enter_context(standin(options.target)) for _ in range(options.processes)]
-            yield Target(askers(options.target, addresses, None), before)
+            yield Target(options.target, addresses)
         elif options.url:
             addresses = [authority(url) for url in options.url.split(",")]
-            yield Target(askers(options.target, addresses, options.model), before, asked.gpus)
+            yield Target(options.target, addresses, options.model, asked.gpus)
         elif options.target == "openai":
             raise SystemExit("--target openai wants the server's --url; `tessera serve` has one with --openai-port")
         else:
             server = stack.enter_context(serve(asked))
             notes = setup_notes(options) | {"gpus": len(asked.gpus), "startup_s": server.startup_s}
-            yield Target(askers("tessera", server.grpc, None), before, asked.gpus, server.metrics, notes)
+            yield Target("tessera", server.grpc, None, asked.gpus, server.metrics, notes)
 
 
 def authority(url: str) -> str:
@@ -196,10 +212,7 @@ def run_mix(target: Target, options: argparse.Namespace, label: str, seed: int) 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", choices=("tessera", "openai"), default="tessera")
-    parser.add_argument("--url", help="of a server that runs (tessera: its gRPC); several with commas between")
-    parser.add_argument("--model", help="of the openai target; default: the first that it names")
-    parser.add_argument("--ceiling", action="store_true", help="ask servers that do nothing (standin_server.py)")
+    add_target_arguments(parser)
     parser.add_argument("--workloads", nargs="+", default=["W1"], choices=sorted(WORKLOADS))
     parser.add_argument("--sweep", choices=AXES, help="of the first of the workloads")
     parser.add_argument("--values", nargs="*", type=int, help="of the sweep, instead of its own")
@@ -209,7 +222,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=30.0, help="of each of its runs")
     parser.add_argument("--trials", type=int, default=7, help="at most")
     parser.add_argument("--schedule-seed", type=int, default=15, help="of the times at which requests are due")
-    add_arguments(parser)
     parser.add_argument("--processes", type=int, default=6, help="of the load generator")
     parser.add_argument("--concurrency", type=int, help="instead of the workload's own")
     parser.add_argument("--least", type=int, default=0, help="steady answers, where the rule has fewer; sweeps: 100")

@@ -102,55 +102,73 @@ class OpenAiAsker(Asker):
 
     @contextmanager
     def connection(self) -> Iterator[AskAbout]:
-        model = self.model or self._first_model()
-        own, addresses = threading.local(), itertools.cycle(self.addresses)
-
-        def ask(picture: bytes, workload: Workload, prompt: str) -> Reply:
-            if not hasattr(own, "connection"):
-                own.connection = http.client.HTTPConnection(next(addresses), timeout=self.patience_s)
-            try:
-                return _ask(own.connection, workload, body(model, workload, picture, prompt))
-            except BaseException:
-                own.connection.close()  # it opens again with the next request
-                raise
-
-        yield ask
-
-    def _first_model(self) -> str:
-        connection = http.client.HTTPConnection(self.addresses[0], timeout=self.patience_s)
-        connection.request("GET", "/v1/models")
-        return json.load(connection.getresponse())["data"][0]["id"]
+        with openai_chat(self.addresses, self.model, self.patience_s) as chat:
+            yield lambda picture, workload, prompt: chat(fields(workload, picture, prompt))
 
 
-def _ask(connection: http.client.HTTPConnection, workload: Workload, request: bytes) -> Reply:
-    connection.request("POST", "/v1/chat/completions", request, {"Content-Type": "application/json"})
+@contextmanager
+def openai_chat(
+    addresses: list[str], model: str | None = None, patience_s: float = PATIENCE_S
+) -> Iterator[Callable[[dict[str, Any]], Reply]]:
+    """What sends a request, its fields but the model's name, and raises RuntimeError unless it gets as many tokens as
+    are asked for. ``model`` and how connections are made: as :class:`OpenAiAsker` has them."""
+    model = model or first_model(addresses[0])
+    own, next_address = threading.local(), itertools.cycle(addresses)
+
+    def chat(request: dict[str, Any]) -> Reply:
+        if not hasattr(own, "connection"):
+            own.connection = http.client.HTTPConnection(next(next_address), timeout=patience_s)
+        try:
+            return _chat(own.connection, {"model": model, **request})
+        except BaseException:
+            own.connection.close()  # it opens again with the next request
+            raise
+
+    yield chat
+
+
+def first_model(address: str) -> str:
+    """The name of the first model of a server of OpenAI's API."""
+    connection = http.client.HTTPConnection(address, timeout=PATIENCE_S)
+    connection.request("GET", "/v1/models")
+    return json.load(connection.getresponse())["data"][0]["id"]
+
+
+def _chat(connection: http.client.HTTPConnection, request: dict[str, Any]) -> Reply:
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(request).encode(), headers)
     response = connection.getresponse()
     if response.status != 200:
         raise RuntimeError(f"the server answers {response.status}: {response.read(500)!r}")
     first, parts = None, 1
-    if workload.streamed:
+    if request.get("stream"):
         first, parts, last = read_events(response)
     else:
         last = json.load(response)
-    usage = last.get("usage") or {}
-    if usage.get("completion_tokens") != workload.tokens:
-        raise RuntimeError(f"asked for {workload.tokens} tokens, got {last}"[:500])
+    tokens, usage = request["max_tokens"], last.get("usage") or {}
+    if usage.get("completion_tokens") != tokens:
+        raise RuntimeError(f"asked for {tokens} tokens, got {last}"[:500])
     timings = last.get("tessera", {}).get("timings", {})  # our gateway's alone
-    return Reply(first, workload.tokens, max(1, parts), tuple(timings.values()))
+    return Reply(first, tokens, max(1, parts), tuple(timings.values()))
 
 
-def body(model: str, workload: Workload, picture: bytes, prompt: str) -> bytes:
-    """The request as OpenAI's clients write it, with vLLM's ``ignore_eos``."""
-    url = f"data:image/jpeg;base64,{b64encode(picture).decode()}"
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": prompt}]
+STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def fields(workload: Workload, picture: bytes, prompt: str) -> dict[str, Any]:
+    """The request as OpenAI's clients write it, with vLLM's ``ignore_eos``, but for the model's name."""
+    content = [picture_part(picture, "jpeg"), {"type": "text", "text": prompt}]
     if workload.text_first:
         content.reverse()
-    fields: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": content}], **workload.sampling}
-    if (most := fields.pop("max_tiles", None)) is not None:
-        fields["tessera"] = {"tile_policy": {"max_tiles": most}}
-    if workload.streamed:
-        fields |= {"stream": True, "stream_options": {"include_usage": True}}
-    return json.dumps(fields).encode()
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": content}], **workload.sampling}
+    if (most := asked.pop("max_tiles", None)) is not None:
+        asked["tessera"] = {"tile_policy": {"max_tiles": most}}
+    return asked | (STREAMED if workload.streamed else {})
+
+
+def picture_part(encoded: bytes, kind: str) -> dict[str, Any]:
+    """A picture in a message; ``kind``: jpeg, png, ..."""
+    return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{b64encode(encoded).decode()}"}}
 
 
 def read_events(response: http.client.HTTPResponse) -> tuple[float | None, int, dict[str, Any]]:

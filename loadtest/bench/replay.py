@@ -2,18 +2,26 @@
 NAME=replay`).
 
 Each page is asked as `tessera parse` asks: the layout, then all its crops at once, with MinerU's prompts, sampling
-parameters and pictures, by its system prompt, over gRPC. The weights are random, so that answers mean nothing; what
-the layout finds and how long each answer is (`ignore_eos`) come from the set of pages, which `replay_pages` makes from
-the text layers of PDFs. So speed is replayed, and nothing is said about what a model would read.
+parameters and pictures, by its system prompt. The weights are random, so that answers mean nothing; what the layout
+finds and how long each answer is (`ignore_eos`) come from the set of pages, which `replay_pages` makes from the text
+layers of PDFs. So speed is replayed, and nothing is said about what a model would read.
 
     python loadtest/bench replay replay.zip --gpus 0 \\
-        --checkpoint loadtest/shapes/mineru25-shape --weights random --instances preprocess=10
+        --checkpoint loadtest/shapes/mineru25-shape --weights random --instances preprocess=10    ours, over gRPC
+    python loadtest/bench replay replay.zip --gpus 0 --target openai --url http://localhost:8000 --label vllm-0.33
 
-Two loads. `c10`: exactly 10 requests in flight, of 10 pages. `saturated`: 96 pages in flight, at most 256 of their
-requests, as many as the engine runs at once. Pages are counted by the rule of counting.py, where concurrency is the
-number of pages; requests, tokens and latencies are those of the steady part's pages. Answers are streamed, so that
-first tokens are seen; with `--whole` they are asked for whole, as `tessera parse` does. Pictures are cut and encoded
-before the load begins, and each time that one is sent it has a mark of its own, so that no cache knows it.
+The second asks any server of OpenAI's API with the request that MinerU's own HTTP client writes; `--gpus` says whose
+watts are read. Figures are `seeds.replay.*`, of others `openai.seeds.replay.<label>.*`, on the CPU `trial.*`.
+
+Loads: `c10`, exactly 10 requests in flight, of 10 pages; `saturated`, 96 pages in flight, at most 256 of their
+requests, as many as the engine runs at once; and, to say where a page's joules go, the saturated load's parts alone:
+`layouts` and `crops`, whose answers have one token, so that they are the pictures and their prompts. `decode_joules` is
+what is left of the whole, what parts gain or lose side by side included.
+
+Pages are counted by the rule of counting.py, where concurrency is the number of pages, at least 200 of them a run;
+requests, tokens and latencies are those of the steady part's pages. Answers are streamed, so that first tokens are
+seen; with `--whole` they are asked for whole, as `tessera parse` does. Pictures are cut and encoded before the load
+begins, and each time that one is sent it has a mark of its own, so that no cache knows it.
 """
 
 from __future__ import annotations
@@ -21,13 +29,15 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import random
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from math import hypot
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -37,27 +47,64 @@ import counting
 import figures
 import measuring
 from closed_loop import Answered, Ask, Reply
+from load import Target, add_target_arguments, reached
 from measuring import Taken, drive
-from serving import add_arguments, serve, setup, setup_notes
-from targets import reply_of
+from targets import STREAMED, openai_chat, picture_part, reply_of
 from tqdm import tqdm
 
-from bench.replay_set import ReplaySet, marked
+from bench.replay_set import ReplaySet, Request, marked
 from tessera_client import Client, Retry
 
 LABEL = "a replay: true pages, crops and lengths, random weights"
+LEAST = 200
+"""Pages that a run reads."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """``pages`` are in flight at all times, and at most ``requests`` of theirs."""
+    """``pages`` are in flight at all times, and at most ``requests`` of theirs. ``part``: of a page that is asked."""
 
     name: str
     pages: int
     requests: int
+    pace: float
+    """Pages a second on an H200, about: for how long it will take."""
+    part: str = ""
 
 
-LOADS = {load.name: load for load in (Load("c10", 10, 10), Load("saturated", 96, 256))}
+LOADS = {
+    load.name: load
+    for load in (
+        Load("c10", 10, 10, pace=2),
+        Load("saturated", 96, 256, pace=10),
+        Load("layouts", 96, 256, pace=30, part="layouts"),
+        Load("crops", 96, 256, pace=15, part="crops"),
+    )
+}
+
+Chat = Callable[[list[dict[str, Any]], dict[str, Any]], Reply]
+"""(a conversation in the SDK's words, its sampling parameters) -> the whole answer."""
+
+
+@contextmanager
+def connection(target: Target, whole: bool) -> Iterator[Chat]:
+    """What asks the target, from any thread."""
+    if target.kind == "openai":
+        with openai_chat(target.addresses, target.model) as send:
+            yield lambda messages, sampling: send(openai_request(messages, sampling) | ({} if whole else STREAMED))
+        return
+    with Client(target.addresses, timeout=closed_loop.PATIENCE_S, retry=Retry(attempts=1)) as client:
+        chat = client.chat if whole else client.chat_stream
+        yield lambda messages, sampling: reply_of(chat(messages, **sampling), sampling["max_tokens"])
+
+
+def openai_request(messages: list[dict[str, Any]], sampling: dict[str, Any]) -> dict[str, Any]:
+    """As MinerU's HTTP client writes it."""
+    sampling = dict(sampling)
+    xargs = {"no_repeat_ngram_size": size} if (size := sampling.pop("no_repeat_ngram_size", None)) is not None else {}
+    system, user = messages
+    content = [picture_part(part["image"], "png") if part["type"] == "image" else part for part in user["content"]]
+    return {"messages": [system, user | {"content": content}], **sampling, **({"vllm_xargs": xargs} if xargs else {})}
 
 
 def picture_file(folder: Path, page: int, request: int) -> Path:
@@ -83,19 +130,18 @@ class Reader:
     """Asks servers about the pages of a set. All processes of a load have one together.
 
     Args:
-        addresses: of the servers.
+        connect: to the servers.
         path, folder: the set, and its encoded pictures.
-        load: how many requests may be in flight.
+        load: which part of a page is asked, and how many requests may be in flight.
         seed: of the marks: no two runs with different ones send equal pictures.
-        whole: ask for answers whole instead of streamed.
     """
 
     def __init__(
-        self, addresses: Sequence[str], path: Path, folder: Path, load: Load, seed: int, whole: bool = False
+        self, connect: Callable[[], AbstractContextManager[Chat]], path: Path, folder: Path, load: Load, seed: int
     ) -> None:
         context = multiprocessing.get_context("spawn")
-        self._addresses, self._path, self._folder = list(addresses), path, folder
-        self._load, self._seed, self._whole = load, seed, whole
+        self._connect, self._path, self._folder = connect, path, folder
+        self._load, self._seed = load, seed
         self._begun: Any = context.Value("q", 0)
         self._slots: Any = context.Semaphore(load.requests)
 
@@ -103,33 +149,31 @@ class Reader:
     def prepare(self, number: int, stock: int) -> Iterator[Ask]:
         """For :func:`closed_loop.run`, whose requests are pages here."""
         pages = ReplaySet(self._path)
-        with (
-            Client(self._addresses, timeout=closed_loop.PATIENCE_S, retry=Retry(attempts=1)) as client,
-            ThreadPoolExecutor(self._load.requests) as pool,
-        ):
-            yield lambda: self._read(pages, client, pool)
+        with self._connect() as chat, ThreadPoolExecutor(self._load.requests) as pool:
+            yield lambda: self._read(pages, chat, pool)
 
-    def _read(self, pages: ReplaySet, client: Client, pool: ThreadPoolExecutor) -> Reply:
+    def _read(self, pages: ReplaySet, chat: Chat, pool: ThreadPoolExecutor) -> Reply:
         """One page: its layout, then all its crops."""
         with self._begun.get_lock():
             turn = self._begun.value
             self._begun.value += 1
-        ask = partial(self._ask, pages, client, turn)
-        layout = ask(0)
-        crops = pool.map(ask, range(1, len(pages.pages[in_turn(turn, len(pages.pages))].requests)))
-        answers = (layout, *crops)
+        ask, count = partial(self._ask, pages, chat, turn), len(pages.pages[in_turn(turn, len(pages.pages))].requests)
+        layout = [] if self._load.part == "crops" else [ask(0)]
+        crops = [] if self._load.part == "layouts" else pool.map(ask, range(1, count))
+        answers = (*layout, *crops)
         tokens, parts = sum(answer.tokens for answer in answers), sum(answer.parts for answer in answers)
         return Reply(None, tokens, parts, made_of=answers)
 
-    def _ask(self, pages: ReplaySet, client: Client, turn: int, number: int) -> Answered:
+    def _ask(self, pages: ReplaySet, chat: Chat, turn: int, number: int) -> Answered:
         page = in_turn(turn, len(pages.pages))
-        request = pages.pages[page].requests[number]
+        request: Request = pages.pages[page].requests[number]
+        if self._load.part:
+            request = replace(request, tokens=1)
         picture = picture_file(self._folder, page, number).read_bytes()
         messages = pages.client.messages(request, marked(picture, f"{self._seed} {turn} {number}"))
-        chat = client.chat if self._whole else client.chat_stream
         with self._slots:
             began = time.perf_counter()
-            return Answered.of(reply_of(chat(messages, **pages.client.sampling(request)), request.tokens), began)
+            return Answered.of(chat(messages, pages.client.sampling(request)), began)
 
 
 def in_turn(turn: int, pages: int) -> int:
@@ -140,7 +184,7 @@ def in_turn(turn: int, pages: int) -> int:
 
 
 def pages_of_a_run(load: Load, pages: int) -> int:
-    """How many make whole rounds (counting.py), at least five steady ones, and have each page read at least once."""
+    """How many make whole rounds (counting.py), at least five steady ones, and this many pages."""
     least = counting.requests(load.pages)
     return least + max(0, -(-(pages - least) // load.pages)) * load.pages
 
@@ -171,7 +215,7 @@ def report(load: Load, taken: Taken, name: str, **notes: Any) -> None:
         "pages_in_flight": load.pages,
         "requests_in_flight": load.requests,
         "tokens_a_page": round(fmean(page.tokens for page in steady), 1),
-        "crops_a_page": round(fmean(asked) - 1, 1),
+        "requests_a_page": round(fmean(asked), 1),
         **taken.notes,
     }
 
@@ -179,53 +223,76 @@ def report(load: Load, taken: Taken, name: str, **notes: Any) -> None:
         figures.emit(f"{name}.{what}", value, unit, **notes, **more)
 
     stages = zip(measuring.stage_names(), zip(*(answer.stages for answer in answers)))
-    emit("pages_s", round(run.requests_s, 3), "pages/s", stages_p50={stage: p50(ms) for stage, ms in stages})
+    told = {"stages_p50": found} if (found := {stage: p50(ms) for stage, ms in stages}) else {}
+    emit("pages_s", round(run.requests_s, 3), "pages/s", ci95=round(run.margin * run.requests_s, 3), **told)
     emit("whole", round(run.whole_requests_s, 3), "pages/s")
     emit("req_s", round(run.requests_s * fmean(asked[1:]), 2), "req/s")
-    emit("tok_s", round(run.tokens_s, 1), "tok/s", responses_s=round(run.parts_s, 1))
-    for what, each in (("prefill", first_token_ms), ("decode", token_ms)):
-        apart = {f"{what}_p50_ms_of_layouts": p50([each(page.made_of[0]) for page in steady])}
-        emit(f"{what}_p50_ms", p50([each(answer) for answer in answers]), "ms", **apart)
-    emit("page_p50_s", round(run.p50, 3), "s", p99_s=round(run.p99, 3))
+    if not load.part:
+        emit("tok_s", round(run.tokens_s, 1), "tok/s", responses_s=round(run.parts_s, 1))
+        for what, each in (("prefill", first_token_ms), ("decode", token_ms)):
+            if answers[0].stages or answers[0].first_token is not None:
+                apart = {f"{what}_p50_ms_of_layouts": p50([each(page.made_of[0]) for page in steady])}
+                emit(f"{what}_p50_ms", p50([each(answer) for answer in answers]), "ms", **apart)
+        emit("page_p50_s", round(run.p50, 3), "s", p99_s=round(run.p99, 3))
     if taken.power:
         taken.power.emit(emit, run.requests_s, "page")
+
+
+def split(taken: Mapping[str, Taken]) -> dict[str, tuple[float, float]]:
+    """A page's joules in layouts, crops and, by difference, decoding, each with half its 95 % interval by the rates of
+    the runs; none where one of the three runs is missing, or their watts."""
+    runs = [taken.get(name) for name in ("saturated", "layouts", "crops")]
+    drawn = [(each.power.watts / each.run.requests_s, each.run.margin) for each in runs if each and each.power]
+    if len(drawn) < len(runs):
+        return {}
+    joules, margins = [value for value, _ in drawn], [value * margin for value, margin in drawn]
+    left = joules[0] - joules[1] - joules[2]
+    return {"layout": (joules[1], margins[1]), "crops": (joules[2], margins[2]), "decode": (left, hypot(*margins))}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("set", type=Path, help="what replay_pages made")
-    add_arguments(parser)
+    add_target_arguments(parser)
     parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=LOADS)
     parser.add_argument("--pages", type=int, help="in flight, instead of the load's own")
     parser.add_argument("--requests", type=int, help="in flight at most, instead of the load's own")
+    parser.add_argument("--least", type=int, default=LEAST, help="pages that a run reads")
     parser.add_argument("--processes", type=int, default=8, help="of the load generator")
     parser.add_argument("--whole", action="store_true", help="ask for answers whole, as tessera parse does")
     parser.add_argument("--seed", type=int, help="of the pictures' marks; default: a new one")
     parser.add_argument("--label", default="bf16", help="stands in the figures' names unless it is bf16")
-    arguments = parser.parse_args()
-    asked = setup(arguments)
-    seed = random.randrange(1 << 30) if arguments.seed is None else arguments.seed
-    count = len(ReplaySet(arguments.set).pages)
-    with tempfile.TemporaryDirectory(prefix="tessera-replay-") as folder:
-        encode_all(arguments.set, Path(folder), count)
-        with serve(asked) as server:
-            for name in arguments.loads:
-                load = LOADS[name]
-                load = replace(load, pages=arguments.pages or load.pages, requests=arguments.requests or load.requests)
-                # No two loads share pictures, which the server would know by then.
-                own_seed = seed + list(LOADS).index(name)
-                reader = Reader(server.grpc, arguments.set, Path(folder), load, own_seed, arguments.whole)
-                requests = pages_of_a_run(load, count)
-                taken = drive(reader.prepare, load.pages, requests, arguments.processes, asked.gpus, server.metrics)
-                named = [part for part in (arguments.label, name) if part not in ("bf16", "saturated")]
-                report(
-                    load,
-                    taken,
-                    ".".join(["docs.replay", *named]),
-                    gpus=len(asked.gpus),
-                    seed=own_seed,
-                    startup_s=server.startup_s,
-                    streamed=not arguments.whole,
-                    **setup_notes(arguments),
-                )
+    options = parser.parse_args()
+    seed = random.randrange(1 << 30) if options.seed is None else options.seed
+    loads = [LOADS[name] for name in options.loads]
+    loads = [
+        replace(each, pages=options.pages or each.pages, requests=options.requests or each.requests) for each in loads
+    ]
+    count = len(ReplaySet(options.set).pages)
+    pages = [pages_of_a_run(load, max(count, options.least)) for load in loads]
+    lasts = sum(each / load.pace for each, load in zip(pages, loads))
+    print(f"{sum(pages)} pages of {count}: about {lasts:.0f} s on an H200, and the server's start", file=sys.stderr)
+    found: dict[str, Taken] = {}
+    with tempfile.TemporaryDirectory(prefix="tessera-replay-") as folder, reached(options) as target:
+        encode_all(options.set, Path(folder), count)
+        prefix = (
+            "trial." * (not target.gpus)
+            + target.prefix
+            + "seeds.replay"
+            + f".{options.label}" * (options.label != "bf16")
+        )
+        for load, asked in zip(loads, pages):
+            # No two loads share pictures, which the server would know by then.
+            own_seed = seed + list(LOADS).index(load.name)
+            reader = Reader(partial(connection, target, options.whole), options.set, Path(folder), load, own_seed)
+            taken = drive(reader.prepare, load.pages, asked, options.processes, target.gpus, target.metrics)
+            name = prefix + f".{load.name}" * (load.name != "saturated")
+            report(load, taken, name, seed=own_seed, streamed=not options.whole, **target.notes)
+            found[load.name] = taken
+    parts = split(found)
+    for part, (joules, margin) in parts.items():
+        share = joules / sum(value for value, _ in parts.values())
+        figures.emit(
+            f"{prefix}.{part}_joules", round(joules, 2), "J/page", ci95=round(margin, 2), share=round(share, 3)
+        )
     return 0

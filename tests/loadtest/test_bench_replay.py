@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import counting
+import load
 import pytest
 from bench import replay as bench_replay
 from bench import replay_set
@@ -15,6 +16,8 @@ from bench.replay_set import Page, Request
 from closed_loop import Answered
 from gpu_power import Draw
 from measuring import Taken
+from mineru_vl_utils.vlm_client.base_client import SamplingParams
+from mineru_vl_utils.vlm_client.http_client import HttpVlmClient
 from PIL import Image
 
 CLIENT = replay_set.Client(
@@ -50,7 +53,7 @@ def test_every_page_has_its_turn_and_runs_are_whole_rounds() -> None:
     turns = [bench_replay.in_turn(turn, 5) for turn in range(15)]
     assert [sorted(turns[at : at + 5]) for at in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3
     assert turns[:5] != turns[5:10]
-    assert [bench_replay.pages_of_a_run(load, 104) for load in LOADS.values()] == [105, 720]
+    assert [bench_replay.pages_of_a_run(each, 200) for each in LOADS.values()] == [205, 720, 720, 720]
     assert bench_replay.pages_of_a_run(LOADS["c10"], 3) == counting.requests(10)
 
 
@@ -63,13 +66,13 @@ def page_answer(ended: float) -> Answered:
 
 def test_the_figures_of_a_run(printed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["replay", "replay.zip"])
-    load = Load("t", 4, 16)
+    asked = Load("t", 4, 16, pace=1)
     answers = [page_answer(100 + 0.5 * turn) for turn in range(1, counting.requests(4) + 1)]
     run = counting.count(100.0, answers, 4)
     taken = Taken(run, Draw(700.0, 1500.4, 61.0, 0.98), {}, counting.steady_part(answers, 4))
-    bench_replay.report(load, taken, "docs.replay", seed=3)
+    bench_replay.report(asked, taken, "seeds.replay", seed=3)
     found = printed()
-    assert {name.removeprefix("docs.replay."): (line["value"], line["unit"]) for name, line in found.items()} == {
+    assert {name.removeprefix("seeds.replay."): (line["value"], line["unit"]) for name, line in found.items()} == {
         "pages_s": (2.0, "pages/s"),
         "whole": (2.0, "pages/s"),
         "req_s": (6.0, "req/s"),
@@ -82,19 +85,67 @@ def test_the_figures_of_a_run(printed: Any, monkeypatch: pytest.MonkeyPatch) -> 
         "celsius": (61, "C"),
         "joules": (350.0, "J/page"),
     }
-    line = found["docs.replay.pages_s"]
+    line = found["seeds.replay.pages_s"]
     assert line["what"].startswith("a replay") and line["command"] == 'make bench NAME=replay ARGS="replay.zip"'
-    assert (line["pages"], line["tokens_a_page"], line["crops_a_page"], line["seed"]) == (20, 43.0, 2.0, 3)
+    assert (line["pages"], line["tokens_a_page"], line["requests_a_page"], line["seed"]) == (20, 43.0, 3.0, 3)
     assert line["stages_p50"]["decode_ms"] == 2.0
 
 
-def test_a_replay_of_a_server_that_does_nothing(set_file: Path, emitted: Any, stood_in: Any) -> None:
-    stood_in(bench_replay)
-    options = ["--gpus", "", "--loads", "c10", "--processes", "2", "--pages", "2", "--requests", "3"]
-    found = emitted(bench_replay, str(set_file), *options)
-    assert {name.removeprefix("docs.replay.c10.") for name in found} == {
-        *("pages_s", "whole", "req_s", "tok_s", "prefill_p50_ms", "decode_p50_ms", "page_p50_s"),
+def test_joules_are_split_by_difference_and_only_of_three_runs() -> None:
+    def run(pages_s: float, watts: float) -> Taken:
+        answers = [page_answer(100 + turn / pages_s) for turn in range(1, counting.requests(4) + 1)]
+        return Taken(counting.count(100.0, answers, 4), Draw(watts, 1500.0, 61.0, 1.0), {}, [])
+
+    taken = {"saturated": run(10, 700), "layouts": run(40, 680), "crops": run(20, 600)}
+    parts = bench_replay.split(taken)
+    assert {part: pytest.approx(joules) for part, (joules, _) in parts.items()} == {
+        "layout": 17.0,
+        "crops": 30.0,
+        "decode": 23.0,
     }
-    line = found["docs.replay.c10.pages_s"]
+    assert all(margin == pytest.approx(0, abs=1e-6) for _, margin in parts.values())  # the ends are evenly spaced
+    assert bench_replay.split(taken | {"crops": taken["crops"]._replace(power=None)}) == {}
+    assert bench_replay.split({"saturated": taken["saturated"]}) == {}
+
+
+NAMES = ("pages_s", "whole", "req_s", "tok_s", "prefill_p50_ms", "decode_p50_ms", "page_p50_s")
+FEW = ["--gpus", "", "--processes", "2", "--pages", "2", "--requests", "3", "--least", "3"]
+
+
+def test_a_replay_of_a_server_that_does_nothing(set_file: Path, emitted: Any, stood_in: Any) -> None:
+    stood_in(load)
+    found = emitted(bench_replay, str(set_file), *FEW, "--loads", "c10")
+    assert set(found) == {f"trial.seeds.replay.c10.{name}" for name in NAMES}
+    line = found["trial.seeds.replay.c10.pages_s"]
     assert (line["pages"], line["pages_in_flight"], line["requests_in_flight"], line["streamed"]) == (10, 2, 3, True)
     assert line["value"] > 0
+
+
+def test_any_server_of_openais_api_is_replayed_and_parts_alone_have_a_token_each(set_file: Path, emitted: Any) -> None:
+    found = emitted(bench_replay, str(set_file), *FEW, "--target", "openai", "--ceiling", "--label", "it")
+    prefix = "trial.openai.seeds.replay.it"
+    assert {f"{prefix}.{name}" for name in NAMES} <= set(found)
+    asked = {part: found[f"{prefix}{part}.pages_s"] for part in ("", ".layouts", ".crops")}
+    for part, tokens in ((".layouts", 1.0), (".crops", asked[""]["requests_a_page"] - 1)):
+        assert asked[part]["tokens_a_page"] == pytest.approx(tokens, abs=1.0), part
+        assert f"{prefix}{part}.tok_s" not in found
+    assert asked[""]["tokens_a_page"] > asked[".crops"]["tokens_a_page"] + 7
+
+
+def test_a_request_is_written_as_minerus_http_client_does() -> None:
+    sampling = {"temperature": 0.0, "top_k": 1, "no_repeat_ngram_size": 100, "max_tokens": 9, "ignore_eos": True}
+    request = bench_replay.openai_request(CLIENT.messages(PAGES[0].requests[0], b"PNG"), sampling)
+    theirs = HttpVlmClient("m", "http://localhost", skip_model_name_checking=True).build_request_body(
+        CLIENT.system,
+        [b"PNG"],
+        "Layout:",
+        SamplingParams(temperature=0.0, top_k=1, no_repeat_ngram_size=100),
+        "png",
+        None,
+    )
+    assert request["messages"] == theirs["messages"]
+    assert request["vllm_xargs"].items() <= theirs["vllm_xargs"].items()
+    assert {name: request[name] for name in ("temperature", "top_k")} == {
+        name: theirs[name] for name in ("temperature", "top_k")
+    }
+    assert (request["max_tokens"], request["ignore_eos"]) == (9, True) and "no_repeat_ngram_size" not in request
