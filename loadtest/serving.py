@@ -44,6 +44,10 @@ class Setup:
     """The model repository, where it is not the tree's."""
     log: Path | None = None
     """Where the server's log stays; None: it goes with the server."""
+    only: str = ""
+    """The models that it loads, with commas between; all."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What it has in its environment beside ours."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def serve(setup: Setup) -> Iterator[Running]:
     Raises RuntimeError with what it said when it does not become ready, or when it dies meanwhile.
     """
     packages = [str(setup.tree / folder) for folder in ("python_backends", "clients")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(packages)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(packages), **setup.environment}
     with tempfile.TemporaryDirectory(prefix="tessera-bench-") as folder:
         command = serve_command(setup, Path(folder))
         server = subprocess.Popen(
@@ -108,6 +112,8 @@ def serve_command(setup: Setup, folder: Path) -> list[str]:
         flags += ["--set", f"{name}={value}"]
     if setup.gpus:
         flags += ["--gpus", ",".join(setup.gpus)]
+    if setup.only:
+        flags += ["--only", setup.only]
     if not setup.mps:
         flags.append("--no-mps")
     for port in ("http", "grpc", "metrics", "health", "openai"):
