@@ -19,8 +19,8 @@ most (trials + 1) x (seconds + 30) s, 8 minutes as it is set. A request that is 
 fails, and ends all but the mix.
 
 The figures' names begin with `openai` where an OpenAI server was asked, and with `serve`, `docs`, `sweep` or
-`open_loop` where our own was, over gRPC; after the workload stands `--label`'s name. W7a, W7b and W7c are asked of
-models of any shape: those of a server that is started here name the checkpoint's folder, others by `--label` alone.
+`open_loop` where our own was, over gRPC; after the workload stands `--label`'s name. W7 and W8 are asked of models
+of any shape: those of a server that is started here name the checkpoint's folder, others by `--label` alone.
 
 `--tree DIR` runs the server of another checkout under the same load, for pairs.
 """

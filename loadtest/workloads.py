@@ -30,6 +30,8 @@ QUESTIONS = (
 GRID = 16
 NOISE = 12
 JPEG_QUALITY = 90
+FEW, LARGE = 4, 4_000_000
+"""A dealer draws no more than this many pictures of more pixels than that: they take up to a second each."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ WORKLOADS = {
         Workload("W7a", 1024, 1024, tokens=4, concurrency=256, of_any_shape=True),
         Workload("W7b", 1024, 1024, tokens=256, concurrency=10, of_any_shape=True),
         Workload("W7c", 448, 448, tokens=4, concurrency=256, of_any_shape=True),
+        Workload("W8a", 3840, 2160, tokens=4, concurrency=32, of_any_shape=True),
+        Workload("W8b", 7680, 4320, tokens=4, concurrency=32, of_any_shape=True),
     )
 }
 
@@ -134,7 +138,8 @@ class Pictures:
     that the peers' load generator draws from, so that equal seeds give both servers equal pictures.
 
     A stock is made before the load begins, so that making pictures takes no time from it; when the stock is used up,
-    pictures are made on demand.
+    pictures are made on demand. Large ones are the same few pixels in files that a comment makes distinct, which is
+    what the server's caches go by.
 
     Args:
         workload: gives the size.
@@ -146,6 +151,9 @@ class Pictures:
         self._size = (workload.width, workload.height)
         self._random = np.random.default_rng(seed)
         self._lock = threading.Lock()
+        self._drawn: list[bytes] = []
+        if workload.width * workload.height > LARGE:
+            self._drawn = [self._make() for _ in range(min(FEW, max(1, stock)))]
         self._stock = deque(self._make() for _ in range(stock))
 
     @property
@@ -162,5 +170,14 @@ class Pictures:
 
     def _make(self) -> bytes:
         with self._lock:
+            if self._drawn:
+                self._drawn.append(self._drawn.pop(0))
+                return with_comment(self._drawn[-1], self._random.bytes(16))
             drawn = _draw(self._random, *self._size)
         return _encode(drawn)
+
+
+def with_comment(jpeg: bytes, comment: bytes) -> bytes:
+    """A JPEG whose first segment (OpenCV's JFIF header) is followed by a comment."""
+    end = 4 + int.from_bytes(jpeg[4:6], "big")
+    return jpeg[:end] + b"\xff\xfe" + (2 + len(comment)).to_bytes(2, "big") + comment + jpeg[end:]

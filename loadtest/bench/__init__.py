@@ -17,6 +17,7 @@ PROGRAMS = {
     "starts": ("bench.starts", "cold starts, each with a first burst: does every stage live?"),
     "stub": ("bench.stub", "cold starts of a toy stage without a GPU, until one dies"),
     "remote": ("bench.remote", "the vision stage on a server of its own, with and without TCP_NODELAY"),
+    "pixels": ("bench.pixels", "4K and 8K pictures served, decoded by the CPU and by the GPU"),
     "replay": ("bench.replay", "pages of real documents, asked as `tessera parse` asks"),
     "replay_pages": ("bench.replay_set", "makes the set of pages for `replay`"),
     "ladder": ("bench.ladder", "one job from the plain loop of transformers up, an optimisation a rung"),

@@ -5,12 +5,21 @@ from __future__ import annotations
 import hashlib
 import io
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import cv2
 import numpy as np
 import pytest
+from figures import ROOT
 from PIL import Image
-from workloads import PROMPT, WORKLOADS, Pictures, Workload, _draw, picture
+from workloads import FEW, PROMPT, WORKLOADS, Pictures, Workload, _draw, picture
+
+from tessera.models.registry import family_for, read_config
+from tessera.preprocess.decode import read_checked_header
+from tessera.preprocess.preprocessor import MOST_GPU_SIDE
+from tessera.settings.stages import Limits
+from tessera_client.pictures import LARGEST_REQUEST
+from tessera_gateway.settings import Settings
 
 # What the peers' load generator draws from the same seed: field and noise of three pictures by the first digits of MD5.
 # Not their JPEGs: OpenCV's cubic resize rounds otherwise with other vector instructions.
@@ -54,3 +63,40 @@ def test_the_dealer_never_deals_one_twice_whatever_the_threads():
             threads.submit(draw)
     assert pictures.left == 0 and len(set(dealt)) == 60
     assert not set(dealt) & {Pictures(small, seed=6).deal() for _ in range(10)}
+
+
+def test_large_pictures_are_the_same_few_in_distinct_files() -> None:
+    wide = Workload("wide", 4001, 1000, tokens=1, concurrency=1)
+    dealer = Pictures(wide, seed=7, stock=6)
+    files = [dealer.deal() for _ in range(10)]
+    assert len(set(files)) == 10
+    pixels = {cv2.imdecode(np.frombuffer(file, np.uint8), cv2.IMREAD_COLOR).tobytes() for file in files}
+    assert len(pixels) == FEW
+    assert not set(files) & {Pictures(wide, seed=8).deal() for _ in range(3)}
+
+
+@pytest.mark.parametrize("shape", sorted(path.name for path in (ROOT / "loadtest" / "shapes").iterdir()))
+def test_an_8k_picture_passes_every_limit_of_the_product(shape: str) -> None:
+    """Of files in the client, the gateway and preprocess; of pixels and tokens with each shape, which are the same by
+    the CPU and by the GPU. Native resolution is shrunk to the processor's ``max_pixels``, as the reference does it."""
+    workload = WORKLOADS["W8b"]
+    file = large_file()
+    assert len(file) < min(LARGEST_REQUEST, Limits().max_request_bytes)
+    assert 4 / 3 * len(file) < Settings().max_body_mib << 20
+    config = read_config(ROOT / "loadtest" / "shapes" / shape)
+    family = family_for(config)
+    header = read_checked_header(file, Limits(), "image 0")
+    assert header.upright_size == (workload.width, workload.height)
+    assert header.chroma_step is not None and max(header.upright_size) <= MOST_GPU_SIDE
+    policy = family.policy({})
+    plan = family.plan(*header.upright_size, policy)
+    assert plan.cost <= family.max_cost and plan.tokens + 100 < config.text.max_position_embeddings
+    if hasattr(policy, "max_pixels"):
+        assert 0.9 * policy.max_pixels < plan.views[0].width * plan.views[0].height <= policy.max_pixels
+    else:
+        assert (plan.cost, policy.max_tiles) == (9, 12)  # 4 x 2 and a thumbnail
+
+
+@cache
+def large_file() -> bytes:
+    return Pictures(WORKLOADS["W8b"], seed=3).deal()
