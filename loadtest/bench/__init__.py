@@ -27,6 +27,7 @@ PROGRAMS = {
     "document_parity": ("bench.document_parity", "the same on held-out pages, through the server"),
     "scheduler": ("bench.scheduler", "the scheduler simulated, without a GPU"),
     "engine": ("bench.engine", "the engine alone on a GPU: prefill, decode"),
+    "graphs": ("bench.graphs", "decode steps and a tile's forward with CUDA graphs and without, drawn"),
     "vision": ("bench.vision", "a vision tower alone on a GPU, in bf16 and FP8"),
     "account": ("bench.account", "what a workload's requests cost without a server: tower, prompts, answers"),
     "kernels": ("bench.kernels", "the engine's kernels on a GPU: elementwise, products, attention"),
