@@ -30,6 +30,7 @@ PROGRAMS = {
     "graphs": ("bench.graphs", "decode steps and a tile's forward with CUDA graphs and without, drawn"),
     "vision": ("bench.vision", "a vision tower alone on a GPU, in bf16 and FP8"),
     "account": ("bench.account", "what a workload's requests cost without a server: tower, prompts, answers"),
+    "attention": ("bench.attention", "the vision tower's attention on a GPU, beside what others offer"),
     "kernels": ("bench.kernels", "the engine's kernels on a GPU: elementwise, products, attention"),
 }
 """Name -> (module, or module:function where that is not ``main``; what it measures)."""
