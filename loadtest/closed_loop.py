@@ -99,10 +99,17 @@ def shares(total: int, parts: int) -> list[int]:
 def run(prepare: Prepare, concurrency: int, requests: int, processes: int) -> tuple[float, list[Answered]]:
     """Sends this many requests; when the first was begun (time.perf_counter()), and the answers in order of their ends.
 
+    Args:
+        processes: of the load; 0 is this one, for short runs, whose processes would take longer to start.
+
     Raises:
-        RuntimeError: a request failed; names the first error of its process.
+        RuntimeError: a request failed; names the first error of its process. In this process the error itself comes.
         TimeoutError: the load took more than ten minutes.
     """
+    if not processes:
+        left = multiprocessing.Value("q", requests)
+        began, answers = _share(0, concurrency, requests, prepare, threading.Barrier(1), left)
+        return began, sorted(answers)
     context = multiprocessing.get_context("spawn")
     callers = shares(concurrency, min(processes, concurrency))
     start, left = context.Barrier(len(callers)), context.Value("q", requests)

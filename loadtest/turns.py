@@ -1,15 +1,20 @@
 """Ways of serving in turns (A, B, A, B, ...) on one machine, and how sure the ratio of two of them is.
 
 What the machine does meanwhile falls on all ways: a ratio is of each turn's pair, and its interval is by the turns.
+:func:`in_turns` takes a number of turns, :func:`compare` as many as the interval asks for. Looking after every turn
+ends at a narrow interval a little too often: so nothing ends before :data:`LEAST` turns.
 """
 
 from __future__ import annotations
 
+import random
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
-from math import exp, log, sinh, sqrt
-from statistics import fmean, median, stdev
+from math import asinh, exp, hypot, log, prod, sinh
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import counting
@@ -18,10 +23,10 @@ from measuring import take
 from targets import TesseraAsker
 from workloads import Workload
 
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Student's t for 95 %, of one degree of freedom and more; the last is kept for all above."""
-
 Runs = list[counting.Run]
+GOAL = 0.02
+"""Half the interval of a ratio, as a share of it, that is narrow enough."""
+LEAST = 6
 
 
 class Ratio(NamedTuple):
@@ -35,16 +40,29 @@ class Ratio(NamedTuple):
         """Whether the first way is better for certain."""
         return self.value - self.ci95 > 1
 
+    @property
+    def share(self) -> float:
+        """Half the interval as a share of the ratio."""
+        return self.ci95 / self.value
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ± {self.ci95:.3f}"
+
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
     """Of two ways' rates by turns, of which there are two or more: the geometric mean of the pairs' ratios."""
     logs = [log(first / second) for first, second in zip(above, below, strict=True)]
-    return Ratio(exp(fmean(logs)), exp(fmean(logs)) * sinh(half_interval(logs)))
+    return _around(fmean(logs), counting.margin(logs))
 
 
-def half_interval(values: Sequence[float]) -> float:
-    """Half the 95 % interval of the mean of two values or more."""
-    return STUDENT[min(len(values) - 1, len(STUDENT)) - 1] * stdev(values) / sqrt(len(values))
+def chained(ratios: Iterable[Ratio]) -> Ratio:
+    """The product of ratios that were taken apart: the errors of their logarithms add up in squares."""
+    ratios = list(ratios)
+    return _around(log(prod(each.value for each in ratios)), hypot(*(asinh(each.share) for each in ratios)))
+
+
+def _around(middle: float, half: float) -> Ratio:
+    return Ratio(exp(middle), exp(middle) * sinh(half))
 
 
 def in_turns(
@@ -68,7 +86,7 @@ def rates(runs: Runs) -> list[float]:
 
 def report_way(name: str, runs: Runs, **notes: Any) -> None:
     """Emits ``name.req_s`` and ``name.p99_ms`` of a way."""
-    ci95 = round(half_interval(rates(runs)), 2)
+    ci95 = round(counting.margin(rates(runs)), 2)
     figures.emit(f"{name}.req_s", round(fmean(rates(runs)), 2), "req/s", ci95=ci95, **notes)
     p50, p99 = (1e3 * median(getattr(run, part) for run in runs) for part in ("p50", "p99"))
     figures.emit(f"{name}.p99_ms", round(p99, 1), "ms", p50_ms=round(p50, 1))
@@ -80,3 +98,41 @@ def report_ratio(name: str, above: Runs, below: Runs, **notes: Any) -> Ratio:
     shown = [round(run.requests_s, 2) for run in above], [round(run.requests_s, 2) for run in below]
     figures.emit(name, round(found.value, 4), "ratio", ci95=round(found.ci95, 4), req_s=shown, **notes)
     return found
+
+
+@dataclass
+class Comparison:
+    """Of one way ``above`` another. Each takes its turn with the pictures of a seed; ``worth`` is what is compared of
+    what it then tells: more is better."""
+
+    above: Callable[[int], Any]
+    below: Callable[[int], Any]
+    worth: Callable[[Any], float]
+    turns: list[tuple[Any, Any]] = field(default_factory=list)
+    """What they told, the one below first."""
+
+    @property
+    def ratio(self) -> Ratio:
+        below, above = ([self.worth(told) for told in side] for side in zip(*self.turns))
+        return ratio(above, below)
+
+
+def compare(compared: Mapping[str, Comparison], seconds: float, goal: float = GOAL) -> None:
+    """Turns, until each ratio is known to its goal: first all that is below, then all that is above. In each turn a
+    comparison has new pictures, the same for both its ways. What has its goal leaves; after ``seconds`` no turn begins,
+    but two are the least that has an interval."""
+    began, left = time.monotonic(), dict(compared)
+    for turn in count(1):
+        seeds = {name: random.randrange(1 << 30) for name in left}
+        below = {name: each.below(seeds[name]) for name, each in left.items()}
+        for name, each in left.items():
+            each.turns.append((below[name], each.above(seeds[name])))
+        late = time.monotonic() - began > seconds
+        for name, each in list(left.items()) if turn > 1 else ():
+            done = turn >= LEAST and each.ratio.share <= goal
+            words = ", out of time" if late and not done else ""
+            print(f"{name}: {each.ratio} after {turn} turns{words}", file=sys.stderr, flush=True)
+            if done or late:
+                del left[name]
+        if not left:
+            return

@@ -21,6 +21,7 @@ PROGRAMS = {
     "replay": ("bench.replay", "pages of real documents, asked as `tessera parse` asks"),
     "replay_pages": ("bench.replay_set", "makes the set of pages for `replay`"),
     "ladder": ("bench.ladder", "one job from the plain loop of transformers up, an optimisation a rung"),
+    "tiles": ("bench.tiles", "a picture in 13 tiles down to one: requests a second, and recall beside them"),
     "recall": ("bench.quality:recall_main", "the held-out set through the server"),
     "quantization": ("bench.quality:quantization_main", "what quantized weights cost in recall"),
     "parity": ("bench.parity", "our greedy tokens against transformers' on held-out pictures"),

@@ -2,15 +2,30 @@
 
 The job is W2's: distinct pictures of 480x320, at most 12 tiles, 1,852 prompt tokens, 4 tokens of answer, on
 InternVL3-8B's shape with random weights. At "equal" tokens it is that; from the rung of the tile policy on it is also
-asked by "policy", which gives fewer tokens. Recall is the default model's, on the yes/no questions of the held-out set,
-by the same server and request options. In three parts, each by itself if need be, all of them into --results:
+asked by "policy", which gives fewer tokens; the prefix cache is asked W6 as well. Each kind with one request in flight,
+compared by the median answer's time, and with as many as a rung can use, compared by requests a second. Recall is the
+default model's, on the yes/no questions of the held-out set, by the same server and request options.
 
-    python loadtest/bench ladder --parts speed --rungs transformers start fast_preprocessing tile_policy
+A rung is measured against the one below it in turns, until the 95 % interval of their ratio is at most 2 % either way,
+or the pair's --seconds are over. Both servers of a pair are up, each with --share of the GPU's memory, and one is asked
+at a time; both get the same pictures in a turn (where one server is both, other ones: it would know them). An idle
+server of ours computes nothing: its engine and its stages wait for work, and the launcher's pings are answered without
+the GPU, which so has no reason to switch to it. MPS is no matter of a machine here: each server with MPS has a daemon
+of its own, and those of the rungs below use none, so that the pair of that rung is two servers as any other. Where two
+servers or two daemons do not go together, --alone starts each for its turn alone (it takes the starts' time in each
+turn; a turn then asks all its jobs). That a neighbour costs nothing can be seen in the table: each rung is measured
+beside two of them. Pairs go from the top down, for the server in 4 bits keeps a second copy of its weights only while
+half of the card is free.
+
+In three parts, each by itself if need be, all of them into --results:
+
+    python loadtest/bench ladder --parts speed --rungs ends int4 fp8_vit
     python loadtest/bench ladder --parts recall --gpus ""      on a CPU, without what concerns a GPU only
     python loadtest/bench ladder --parts report                docs/ladder.md, and the figures `ladder.*`
 
-A rung that fails is told at the end and does not stop the others. Times on an H200: a server 12 to 22 s, its jobs 4 to
-16 s, the loop of transformers a minute.
+A pair that fails is told at the end and does not stop the others. On an H200 a server starts in 10 to 20 s, and a turn
+of all that a pair is asked takes 10 to 25 s. How long all can take is said first; --rungs, --jobs and --flights cut it
+into pieces. The load is this process, which asks 1,400 questions a second of a server that does nothing.
 """
 
 from __future__ import annotations
@@ -23,43 +38,65 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import figures
+import turns
 from closed_loop import in_processes
-from measuring import stage_milliseconds, take
+from measuring import take
 from serving import DEFAULT_CHECKPOINT, Running, serve
 from targets import TesseraAsker
-from workloads import PROMPT, picture
+from workloads import PROMPT, Workload, picture
 
-from bench import ladder_report
-from bench.ladder_rungs import GPU_ONLY, NAMES, RUNGS, SHAPE, Job, jobs, recall_checkpoint, setup
-from tessera_client import Client
+from bench import ladder_report, ladder_transformers
+from bench.ladder_rungs import (
+    EAGER_DECODER,
+    FLIGHTS,
+    GPU_ONLY,
+    KINDS,
+    NAMES,
+    ROWS_ON_CPU,
+    RUNGS,
+    SHAPE,
+    TRANSFORMERS,
+    Pair,
+    jobs,
+    kept_ways,
+    pairs,
+    recall_checkpoint,
+    setup,
+)
+from bench.ladder_transformers import Turn
+from tessera_client import Client, Usage
 from tessera_evaluation import recall
 from tessera_evaluation.datasets import Item, heldout_items
 
-TRANSFORMERS = "transformers"
 LOOP_S = 3600.0
-"""The most that the loop of transformers may take."""
+"""The most that the loop of transformers may take for its recall."""
+START_S, TURN_S = 20.0, 25.0
+"""What a server's start, and the longest turn, take on a GPU."""
 PARTS = ("speed", "recall", "report")
+ENDS = "ends"
 BATCHES = (1, 2, 4, 8, 16, 32)
 ANSWER_TOKENS = 16  # more than yes or no has
 RECALL_IN_FLIGHT = 16
 
 
 def add(file: Path, **line: Any) -> None:
-    """Adds a line to a file of JSON lines, whose newest of a rung and job counts; numbers have five digits."""
+    """Adds a line to a file of JSON lines, whose newest of its place counts; numbers have five digits."""
     about = {
         "machine": figures.machine(),
         "versions": {name: figures.versions().get(name) for name in ("torch", "triton", "transformers")},
         "commit": figures.commit(),
         "date": datetime.date.today().isoformat(),
     }
-    short = {name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in line.items()}
+    short = json.loads(json.dumps(line), parse_float=lambda number: float(f"{float(number):.5g}"))
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as stream:
         stream.write(json.dumps(short | about, separators=(",", ":")) + "\n")
@@ -70,71 +107,156 @@ def say(what: object) -> None:
     print(what, file=sys.stderr, flush=True)
 
 
-def servers(names: Iterable[str]) -> dict[str, list[str]]:
-    """The rungs asked of each rung's server."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        found.setdefault(RUNGS[name].server or name, []).append(name)
-    return found
+def server_of(name: str) -> str:
+    """The rung whose server a rung is asked of."""
+    return RUNGS[name].server or name
+
+
+class Sides:
+    """The two sides of a pair, each started when its turn first comes: a rung's server, or the loop of transformers.
+    What is not of the pair ends before, and with ``--alone`` the other side too."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._up: dict[str, tuple[ExitStack, Any]] = {}
+        self._known: dict[tuple[str, str], int] = {}
+        self._batch = 0
+
+    def reach(self, name: str, pair: tuple[str, str]) -> Any:
+        """The running server of a rung, or the loop's turns."""
+        for other in [each for each in self._up if each not in pair or (self._options.alone and each != name)]:
+            self._known = {place: tokens for place, tokens in self._known.items() if place[0] != other}
+            self._up.pop(other)[0].close()
+        if name not in self._up:
+            with ExitStack() as stack:
+                started = stack.enter_context(self._start(name))
+                self._up[name] = stack.pop_all(), started
+        return self._up[name][1]
+
+    def _start(self, name: str) -> Any:
+        options = self._options
+        if name == TRANSFORMERS:
+            return ladder_transformers.apart(options.checkpoint or SHAPE, device_of(options), not options.checkpoint)
+        return served(name, options, options.checkpoint, options.share)
+
+    def close(self) -> None:
+        with ExitStack() as closing:
+            for stack, _ in self._up.values():
+                closing.callback(stack.close)
+            self._up.clear()
+            self._known.clear()
+
+    def ask(self, name: str, pair: Pair, job: Workload, shift: int, seed: int) -> Turn:
+        """A turn of one of the pair. ``shift``: to other pictures than the other side has."""
+        gpus = self._options.gpus
+        if name == TRANSFORMERS:
+            loop = self.reach(name, pair.servers)
+            return loop(1 if job.concurrency == 1 else self._best(loop), seed, gpus)
+        own = server_of(name)
+        server, place = self.reach(own, pair.servers), (own, str(job))
+        if place not in self._known:
+            self._known[place] = first_answers(server.grpc, job).prompt_tokens
+        run, power, notes, _ = take(TesseraAsker(server.grpc, job, seed + shift), 0, gpus, server.metrics)
+        if gpus:
+            check(name, notes)
+        return Turn(run.requests_s, run.p50, self._known[place], job.concurrency, power and power.watts)
+
+    def _best(self, loop: Callable[..., Turn]) -> int:
+        """The loop's fastest batch."""
+        if not self._batch:
+            rates = {batch: loop(batch, batch, ()).req_s for batch in self._options.batches}
+            say({"transformers, req/s by batch": rates})
+            self._batch = max(rates, key=rates.__getitem__)
+        return self._batch
 
 
 @contextmanager
-def served(
-    server_of: str, names: list[str], options: argparse.Namespace, checkpoint: Path | None
-) -> Iterator[tuple[Running, list[tuple[str, str, Job]]]]:
-    """This rung's server, and (rung, kind, job) of all that it is asked for the rungs of these names."""
-    asked = [(name, kind, job) for name in names for kind, job in jobs(name).items() if kind in options.jobs]
+def served(name: str, options: argparse.Namespace, checkpoint: Path | None, share: float = 0.9) -> Iterator[Running]:
+    """A rung's server."""
     with (
         tempfile.TemporaryDirectory(prefix="tessera-ladder-") as folder,
-        serve(setup(server_of, Path(folder), options.gpus, checkpoint)) as server,
+        serve(setup(name, Path(folder), options.gpus, checkpoint, share)) as server,
     ):
-        yield server, asked
+        yield server
 
 
-def measure_speed(server_of: str, names: list[str], options: argparse.Namespace) -> None:
-    """The jobs of the rungs that this rung's server is asked."""
-    with served(server_of, names, options, options.checkpoint) as (server, asked):
-        for name, kind, job in asked:
-            job = replace(job, concurrency=options.in_flight or job.concurrency)
-            prompt_tokens = first_answers(server.grpc, job)
-            asker = TesseraAsker(server.grpc, job, random.randrange(1 << 30))
-            run, power, notes, _ = take(asker, options.processes, options.gpus, server.metrics)
-            add(
-                options.results,
-                rung=name,
-                job=kind,
-                req_s=run.requests_s,
-                ci95=run.margin * run.requests_s,
-                p50_ms=1e3 * run.p50,
-                p99_ms=1e3 * run.p99,
-                tokens=0 if job.labels else job.tokens,
-                prompt_tokens=prompt_tokens,
-                requests=run.count,
-                concurrency=job.concurrency,
-                startup_s=server.startup_s,
-                stages_p50=stage_milliseconds(run),
-                **({} if power is None else power._asdict()),
-                **notes,
-            )
-
-
-def first_answers(addresses: list[str], job: Job) -> int:
-    """As many as will be in flight, so that no kernel is compiled later; of how many tokens their prompts were."""
+def first_answers(addresses: list[str], job: Workload) -> Usage:
+    """As many as will be in flight, so that no kernel is compiled later; what tokens each of them took."""
     seeds = [random.randrange(1 << 30) for _ in range(job.concurrency)]
     asked = ((picture(job.width, job.height, seed), PROMPT) for seed in seeds)
     with Client(addresses) as client:
         answers = client.ask_many(asked, concurrency=job.concurrency, **job.sampling)
-        (tokens,) = {answer.usage.prompt_tokens for answer in answers}
-    return tokens
+        (usage,) = {answer.usage for answer in answers}
+    return usage
 
 
-def loop_speed(options: argparse.Namespace) -> None:
-    """The foot of the ladder, at all its batch sizes; in a process of its own, as the other rungs' servers."""
-    from bench import ladder_transformers
+def check(name: str, notes: Mapping[str, Any]) -> None:
+    """Raises RuntimeError where a server on a GPU did not work as its rung says."""
+    ways, on_cpu, graphs = kept_ways(name), notes["embeddings_on_cpu"], notes["graph_steps"]
+    if (on_cpu > 0) != (ROWS_ON_CPU in ways) or (graphs > 0 and EAGER_DECODER in ways):
+        raise RuntimeError(
+            f"the server of {name} did not work as its rung says: {on_cpu} requests' rows came over the CPU, {graphs} "
+            "of its steps ran as CUDA graphs"
+        )
 
-    loop = ladder_transformers.Loop(options.checkpoint or SHAPE, device_of(options), options.checkpoint is None)
-    for batch in options.batches:
-        add(options.results, **ladder_transformers.measure(loop, batch, options.gpus))
+
+def measure_speed(group: list[Pair], sides: Sides, options: argparse.Namespace) -> None:
+    """Pairs of the same two servers: each turn asks all of them, so that a server is started as seldom as can be."""
+    above, below = group[0].servers
+    if not options.alone:
+        sides.reach(above, (above, below))  # first, while half of the card is free
+    cells = [(pair, flight) for pair in group for flight in options.flights]
+    compared = {}
+    for pair, flight in cells:
+        asks = []
+        for name in (pair.rung, pair.below):
+            job = pair.job(name)
+            job = replace(job, concurrency=1 if flight == "one" else options.in_flight or job.concurrency)
+            asks.append(partial(sides.ask, name, pair, job, len(asks) * (above == below)))
+        compared[f"{pair.rung} {pair.kind} {flight}"] = turns.Comparison(*asks, WORTH[flight])
+    try:
+        turns.compare(compared, options.seconds)
+    except Exception:
+        sides.close()  # a server that failed is not the next pair's
+        raise
+    for cell, each in zip(cells, compared.values()):
+        add(options.results, **line(*cell, each))
+
+
+WORTH: dict[str, Callable[[Turn], float]] = {"many": lambda turn: turn.req_s, "one": lambda turn: 1 / turn.p50}
+
+
+def line(pair: Pair, flight: str, compared: turns.Comparison) -> dict[str, Any]:
+    """Of the results; what both sides have stands below first. Raises RuntimeError where tokens differ at equal
+    tokens."""
+    sides = list(zip(*compared.turns))
+    tokens = [side[0].prompt_tokens for side in sides]
+    if pair.kind != "policy" and len(set(tokens)) > 1:
+        raise RuntimeError(f"prompts of {pair.below} and {pair.rung} should be equal, and have {tokens} tokens")
+    watts = [[turn.watts for turn in side if turn.watts is not None] for side in sides]
+    return {
+        "rung": pair.rung,
+        "below": pair.below,
+        "job": pair.kind,
+        "flight": flight,
+        "in_flight": [side[0].in_flight for side in sides],
+        "ratio": compared.ratio.value,
+        "ci95": compared.ratio.ci95,
+        "turns": len(compared.turns),
+        "req_s": [fmean(turn.req_s for turn in side) for side in sides],
+        "p50_ms": [1e3 * median(turn.p50 for turn in side) for side in sides],
+        "prompt_tokens": tokens,
+        **({"watts": [fmean(drawn) for drawn in watts]} if all(watts) else {}),
+    }
+
+
+def groups(options: argparse.Namespace) -> dict[tuple[str, str], list[Pair]]:
+    """The pairs that are wanted, by their servers, from the top down."""
+    found: dict[tuple[str, str], list[Pair]] = {}
+    for pair in reversed(pairs()):
+        if (ENDS if pair.ends else pair.rung) in options.rungs and pair.kind in options.jobs:
+            found.setdefault(pair.servers, []).append(pair)
+    return found
 
 
 def loop_recall(options: argparse.Namespace, items: list[Item]) -> None:
@@ -153,19 +275,20 @@ def device_of(options: argparse.Namespace) -> str:
     return "cuda" if options.gpus else "cpu"
 
 
-def measure_recall(server_of: str, names: list[str], options: argparse.Namespace, items: list[Item]) -> None:
-    """The same servers and request options with a trained model."""
-    checkpoint = recall_checkpoint(server_of, options.int4)
+def measure_recall(name: str, names: list[str], options: argparse.Namespace, items: list[Item]) -> None:
+    """A rung's server with a trained model, by the request options of the rungs that it is asked for."""
+    checkpoint = recall_checkpoint(name, options.int4)
     if checkpoint is None:
-        say(f"{server_of}: no recall without --int4 FOLDER, the default model as `tessera quantize` writes it")
+        say(f"{name}: no recall without --int4 FOLDER, the default model as `tessera quantize` writes it")
         return
-    with served(server_of, names, options, checkpoint) as (server, jobs_asked), Client(server.grpc) as client:
-        for name, kind, job in jobs_asked:
+    asked = [(rung, kind, job) for rung in names for kind, job in jobs(rung).items() if kind in options.jobs]
+    with served(name, options, checkpoint) as server, Client(server.grpc) as client:
+        for rung, kind, job in asked:
             sampling = job.sampling
             if not job.labels:
                 sampling |= {"ignore_eos": False, "max_tokens": ANSWER_TOKENS}
             outcomes, _ = recall.run(client, items, concurrency=RECALL_IN_FLIGHT, **sampling)
-            add_recall(options.results, name, kind, outcomes)
+            add_recall(options.results, rung, kind, outcomes)
 
 
 def add_recall(file: Path, name: str, kind: str, outcomes: list[recall.Outcome]) -> None:
@@ -189,7 +312,7 @@ def questions(options: argparse.Namespace, folder: Path) -> list[Item]:
 
 
 def climb(options: argparse.Namespace) -> list[str]:
-    """Measures what is asked for; names of rungs that failed."""
+    """Measures what is asked for; names of what failed."""
     failed = []
 
     def attempt(name: str, measure: Any, *arguments: Any) -> None:
@@ -201,45 +324,62 @@ def climb(options: argparse.Namespace) -> list[str]:
             failed.append(name)
         say(f"{name}: {time.perf_counter() - began:.1f} s")
 
-    grouped = servers(name for name in options.rungs if name != TRANSFORMERS)
     if "speed" in options.parts:
-        if TRANSFORMERS in options.rungs:
-            attempt(TRANSFORMERS, in_processes, [(loop_speed, options)], LOOP_S)
-        for server_of, names in grouped.items():
-            attempt(server_of, measure_speed, server_of, names, options)
+        wanted, sides = groups(options), Sides(options)
+        count = len({name for pair in wanted for name in pair})
+        most = (count * START_S + len(wanted) * (options.seconds + TURN_S)) / 60
+        say(f"{len(wanted)} pairs of servers, {count} starts: {most:.0f} minutes on a GPU if none is done sooner")
+        try:
+            for (above, below), group in wanted.items():
+                attempt(f"{above} over {below}", measure_speed, group, sides, options)
+        finally:
+            sides.close()
     if "recall" in options.parts:
+        asked: dict[str, list[str]] = {}
+        for name in options.rungs:
+            if name in RUNGS and name not in GPU_ONLY:
+                asked.setdefault(server_of(name), []).append(name)
         with tempfile.TemporaryDirectory(prefix="tessera-ladder-") as folder:
             items = questions(options, Path(folder))
             if TRANSFORMERS in options.rungs:
                 attempt(TRANSFORMERS, in_processes, [(loop_recall, options, items)], LOOP_S)
-            for server_of, names in grouped.items():
-                if asked := [name for name in names if name not in GPU_ONLY]:
-                    attempt(server_of, measure_recall, server_of, asked, options, items)
+            for name, names in asked.items():
+                attempt(name, measure_recall, name, names, options, items)
     return failed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rungs", nargs="+", choices=(TRANSFORMERS, *NAMES), default=[TRANSFORMERS, *NAMES])
-    parser.add_argument("--jobs", nargs="+", choices=("equal", "policy"), default=["equal", "policy"])
+    rungs = (TRANSFORMERS, *NAMES, ENDS)
+    of_rungs = "their pairs with the one below, or the whole ladder's ends; the loop of transformers has recall alone"
+    parser.add_argument("--rungs", nargs="+", choices=rungs, default=list(rungs), help=of_rungs)
+    parser.add_argument("--jobs", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--flights", nargs="+", choices=FLIGHTS, default=list(FLIGHTS), help="requests in flight")
+    parser.add_argument("--seconds", type=float, default=140.0, help="after which a pair of servers begins no turn")
+    parser.add_argument("--alone", action="store_true", help="never two servers at once")
+    parser.add_argument("--share", type=float, default=0.45, help="of the GPU's memory for each server")
     parser.add_argument("--results", type=Path, default=ladder_report.RESULTS, metavar="FILE.jsonl")
-    parser.add_argument("--gpus", default="0", help="the GPU's number; empty for the CPU")
+    parser.add_argument("--gpus", default="0", help="the GPU's number; empty for the CPU, whose figures are `trial.*`")
     parser.add_argument("--checkpoint", type=Path, help="of the speed; default: InternVL3-8B's shape, random weights")
     parser.add_argument("--int4", type=Path, metavar="FOLDER", help="the default model in 4 bits, for its recall")
     parser.add_argument("--in-flight", type=int, help="requests, in place of a rung's own number")
-    parser.add_argument("--processes", type=int, default=4, help="of the load generator")
-    batches = {"nargs": "*", "type": int, "choices": BATCHES, "default": BATCHES}
-    parser.add_argument("--batches", **batches, help="of the loop of transformers (%(default)s)")
+    batches = {"nargs": "+", "type": int, "choices": BATCHES, "default": BATCHES}
+    parser.add_argument("--batches", **batches, help="that the loop of transformers tries (%(default)s)")
     parser.add_argument("--limit", type=int, help="recall by the first N questions of the held-out set")
     options = parser.parse_args()
     options.gpus = tuple(filter(None, [options.gpus]))
     failed = climb(options)
     if "report" in options.parts:
+        own = options.results.resolve() == ladder_report.RESULTS
+        if own:
+            ladder_report.prune(options.results)
         ladder = ladder_report.Ladder.read(options.results)
-        ladder_report.update(ladder)
+        if own:
+            ladder_report.update(ladder)
         for metric, value, unit, notes in ladder.figures():
-            figures.emit(metric, value, unit, "make bench NAME=ladder", **notes)
+            trial = "" if options.gpus else "trial."
+            figures.emit(trial + metric, value, unit, "make bench NAME=ladder", **notes)
     if failed:
         say(f"failed: {', '.join(failed)}")
     return 1 if failed else 0

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import hypot, sqrt
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
 import report
 from figures import ROOT
+from turns import Ratio, chained
 
-from bench.ladder_rungs import EAGER_DECODER, GPU_ONLY, NAMES, ROWS_ON_CPU, RUNGS, jobs, kept_ways
+from bench.ladder_rungs import FLIGHTS, GPU_ONLY, KINDS, NAMES, RUNGS, TRANSFORMERS, Pair, jobs, pairs, steps
 
 RESULTS = ROOT / "loadtest" / "results" / "ladder.jsonl"
 PAGE = ROOT / "docs" / "ladder.md"
@@ -21,60 +22,40 @@ SEED = 3.05
 TAKEN = ("machine", "commit", "date", "versions")
 """What a figure says of where it was taken, in place of where this report is written."""
 NORMAL = 1.96  # of a standard deviation, for 95 %
-KINDS = {"equal": "At equal tokens", "policy": "By the tile policy"}
+MISSING = "not measured yet"
 
 Line = Mapping[str, Any]
+Cell = tuple[Pair, str]
+"""A pair, and with how many requests in flight."""
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """The newest lines: ``loops`` of transformers by batch size, ``speeds`` and ``recalls`` by rung and job."""
+    """The newest lines: ``cells`` of speed, and ``recalls`` by rung and job."""
 
-    loops: Mapping[int, Line]
-    speeds: Mapping[tuple[str, str], Line]
+    cells: Mapping[Cell, Line]
     recalls: Mapping[tuple[str, str], Line]
 
     @classmethod
     def read(cls, file: Path) -> Ladder:
-        """Raises ValueError for lines that are not what they are called."""
-        loops, speeds, recalls = {}, {}, {}
-        for line in map(json.loads, file.read_text().splitlines() if file.exists() else ()):
-            place = line["rung"], line["job"]
+        cells, recalls = {}, {}
+        for line in lines(file):
             if "recall" in line:
-                recalls[place] = line
-            elif "batch" in line:
-                loops[line["batch"]] = line
-            else:
-                speeds[place] = line
-        ladder = cls(loops, speeds, recalls)
-        ladder._check()
-        return ladder
+                recalls[line["rung"], line["job"]] = line
+            elif "ratio" in line:
+                cells[Pair(line["rung"], line["below"], line["job"]), line["flight"]] = line
+        return cls(cells, recalls)
 
-    def _check(self) -> None:
-        equal = [*self.loops.values(), *(line for (_, kind), line in self.speeds.items() if kind == "equal")]
-        if len({(line["prompt_tokens"], line["tokens"]) for line in equal}) > 1:
-            told = {(line["rung"], line["prompt_tokens"], line["tokens"]) for line in equal}
-            raise ValueError(f"tokens of the prompt and the answer, which should be equal, are not: {sorted(told)}")
-        for (rung, kind), line in self.speeds.items():
-            if "watts" not in line:  # on a CPU none of these says anything
-                continue
-            ways, on_cpu, graphs = kept_ways(rung), line["embeddings_on_cpu"], line["graph_steps"]
-            if (on_cpu > 0) != (ROWS_ON_CPU in ways) or (graphs > 0 and EAGER_DECODER in ways):
-                raise ValueError(
-                    f"the server of {rung} ({kind}) did not work as its rung says: {on_cpu} requests' rows came over "
-                    f"the CPU, {graphs} of its steps ran as CUDA graphs"
-                )
+    def ratio(self, cell: Cell) -> Ratio | None:
+        line = self.cells.get(cell)
+        return None if line is None else Ratio(line["ratio"], line["ci95"])
 
-    @property
-    def feet(self) -> tuple[Line, Line] | None:
-        """transformers at batch 1, and at its best batch."""
-        best = max(self.loops.values(), key=lambda line: line["req_s"], default=None)
-        return None if best is None or 1 not in self.loops else (self.loops[1], best)
-
-    def best(self, kind: str) -> Line | None:
-        """The fastest rung."""
-        lines = [line for (_, asked), line in self.speeds.items() if asked == kind]
-        return max(lines, key=lambda line: line["req_s"], default=None)
+    def chain(self, kind: str, flight: str, rung: str) -> Ratio | None:
+        """How many times the foot of the ladder a rung is, by the product of all up to it; None where one lacks."""
+        way = steps(kind)
+        ratios = [self.ratio((pair, flight)) for pair in way[: [pair.rung for pair in way].index(rung) + 1]]
+        known = [ratio for ratio in ratios if ratio is not None]
+        return chained(known) if len(known) == len(ratios) else None
 
     def recall(self, rung: str, kind: str) -> Line | None:
         """The recall of a rung, or of the one below that it shares all numbers with."""
@@ -88,27 +69,48 @@ class Ladder:
 
     def figures(self) -> Iterator[tuple[str, float, str, dict[str, object]]]:
         """(metric, value, unit, notes) of all there are."""
-        for kind, prefix in (("equal", "ladder.equal_tokens.over"), ("policy", "ladder.top_over")):
-            best = self.best(kind)
-            if best is None or self.feet is None:
-                continue
-            for foot, name in zip(self.feet, ("start", "best")):
-                value = best["req_s"] / foot["req_s"]
-                ci95 = value * hypot(best["ci95"] / best["req_s"], foot["ci95"] / foot["req_s"])
-                notes = {"rung": best["rung"], "req_s": best["req_s"], "of": foot["req_s"], "batch": foot["batch"]}
-                notes |= {name: best[name] for name in TAKEN}
-                yield f"{prefix}_{name}", round(value, 2), "ratio", {**notes, "ci95": round(ci95, 2)}
-        top = self.best("policy")
-        below = self.recalls.get(("transformers", "equal"))
-        own = top and self.recall(top["rung"], "policy")
-        start = self.recalls.get(("start", "equal"))
+        every = [(pair, flight) for pair in pairs() for flight in FLIGHTS]
+        if all(cell in self.cells for cell in every):
+            widest = max(every, key=lambda cell: self.cells[cell]["ci95"] / self.cells[cell]["ratio"])
+            line = self.cells[widest]
+            notes = {name: line[name] for name in ("rung", "below", "job", "flight", "turns", *TAKEN)}
+            share = round(100 * line["ci95"] / line["ratio"], 2)
+            yield "ladder.widest_ratio_interval_pct", share, "%", {**notes, "ratios": len(every)}
+        for pair in pairs():
+            prefix = {"equal": "ladder.equal_tokens.over", "policy": "ladder.top_over"}.get(pair.kind)
+            for flight, foot in zip(FLIGHTS, ("best", "one")):
+                line = self.cells.get((pair, flight))
+                if not pair.ends or line is None:
+                    continue
+                notes = {name: line[name] for name in ("rung", "req_s", "p50_ms", "in_flight", "turns", *TAKEN)}
+                if whole := self.chain(pair.kind, flight, pair.rung):
+                    notes |= {"chained": round(whole.value, 3), "chained_ci95": round(whole.ci95, 3)}
+                yield f"{prefix}_{foot}", round(line["ratio"], 3), "ratio", {**notes, "ci95": round(line["ci95"], 3)}
+        own = self.recall(NAMES[-1], "policy")
+        below = self.recalls.get((TRANSFORMERS, "equal"))
         if own and (below is None or below["questions"] != own["questions"]):
-            below = start
+            below = self.recalls.get((NAMES[0], "equal"))
         if own and below and below["questions"] == own["questions"]:
             drop, margin = drop_points(below, own)
             notes = {name: own[name] for name in TAKEN}
-            notes |= {"rung": top["rung"], "below": below["rung"], "questions": own["questions"]}
+            notes |= {"rung": own["rung"], "below": below["rung"], "questions": own["questions"]}
             yield "ladder.recall_drop", round(drop, 3), "points", {**notes, "ci95": round(margin, 3)}
+
+
+def lines(file: Path) -> list[Line]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def prune(file: Path) -> None:
+    """Leaves the newest line of each place, and none by which a rung that has a ratio was once measured alone."""
+    found = lines(file)
+    compared = {name for line in found if "ratio" in line for name in (line["rung"], line["below"])}
+    newest: dict[tuple[Any, ...], Line] = {}
+    for line in found:
+        if "ratio" in line or "recall" in line or line["rung"] not in compared:
+            place = ("recall" in line, *(line.get(name) for name in ("rung", "below", "job", "flight", "batch")))
+            newest[place] = line
+    file.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in newest.values()))
 
 
 def drop_points(below: Line, above: Line) -> tuple[float, float]:
@@ -130,67 +132,86 @@ def share_interval(right: int, count: int) -> tuple[float, float]:
 
 HEAD = (
     "rung",
-    "req/s",
-    "QPM",
-    "ms/token",
-    "p50, p99 ms",
-    "preprocess, ViT ms",
+    "many in flight: times the one below",
+    "times the loop",
     "in flight",
-    "GPU busy",
+    "req/s",
     "W",
-    "times batch 1",
-    "times best batch",
+    "one in flight: times the one below",
+    "times the loop",
+    "ms",
     "recall (95 %)",
     "that report's own",
 )
 
 
 def tables(ladder: Ladder) -> str:
-    """Markdown: a table for each job, and what they were measured on."""
+    """Markdown: a table for each job, what gave nothing, and what all was measured on."""
     parts = []
     for kind, title in KINDS.items():
         rows = [f"### {title}\n", f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
-        if kind == "equal" and ladder.feet:
-            titles = ("plain `transformers` loop, batch 1", f"its best batch, {ladder.feet[1]['batch']}")
-            known = ladder.recalls.get(("transformers", kind))
-            rows += [row(name, line, ladder, known) for name, line in zip(titles, ladder.feet)]
-        for name in NAMES:
-            if kind in jobs(name):
-                rung, line = RUNGS[name], ladder.speeds.get((name, kind))
-                rows.append(row(rung.title, line, ladder, ladder.recall(name, kind), rung.seed))
-        rows.append(f"| all of it |{' |' * (len(HEAD) - 2)} **{SEED}** times |")
+        if kind == "equal":
+            known = ladder.recalls.get((TRANSFORMERS, kind))
+            rows.append(row("plain loop of `transformers`", [""] * 8, known))
+        for pair in pairs():
+            if pair.kind == kind and not pair.ends:
+                rung, known = RUNGS[pair.rung], ladder.recall(pair.rung, kind)
+                rows.append(row(rung.title, speed_cells(pair, ladder), known, rung.seed))
+        for pair in pairs():
+            if pair.kind == kind and pair.ends:
+                chain = (ladder.chain(kind, flight, pair.rung) for flight in FLIGHTS)
+                many, one = (MISSING if each is None else f"**{each}**" for each in chain)
+                rows.append(
+                    row("all of it: the product", ["", many, "", "", "", "", one, ""], None, f"**{SEED}** times")
+                )
+                rows.append(row("all of it: top and foot in turns", speed_cells(pair, ladder, whole=True), None))
         parts.append("\n".join(rows) + "\n")
-    tried = ", ".join(f"{batch}: {line['req_s']:.2f}" for batch, line in sorted(ladder.loops.items()))
-    if tried:
-        parts.append(f"`transformers` at each batch size, req/s: {tried}.\n")
-    for what, lines in (
-        ("Speed", [*ladder.loops.values(), *ladder.speeds.values()]),
-        ("Recall", ladder.recalls.values()),
-    ):
-        places = sorted({f"{line['machine']} ({line['commit']}, {line['date']})" for line in lines})
-        parts.append(f"{what}: {'; '.join(places) or 'not measured yet'}.\n")
+    if nothing := [words for pair in pairs() for flight in FLIGHTS if (words := gives_nothing(pair, flight, ladder))]:
+        parts.append("Not surely faster than the rung below, and why:\n\n" + "\n".join(nothing) + "\n")
+    for what, taken in (("Speed", ladder.cells.values()), ("Recall", ladder.recalls.values())):
+        places = sorted({f"{line['machine']} ({line['commit']}, {line['date']})" for line in taken})
+        parts.append(f"{what}: {'; '.join(places) or MISSING}.\n")
     return "\n".join(parts)
 
 
-def row(title: str, line: Line | None, ladder: Ladder, known: Line | None, seed: str = "") -> str:
+def row(title: str, cells: list[str], known: Line | None, seed: str = "") -> str:
     """A line of a table."""
-    cells = [title, *(["not measured yet"] + [""] * 9 if line is None else speed_cells(line, ladder))]
-    return f"| {' | '.join([*cells, '' if known is None else recall_cell(known), seed])} |"
+    return f"| {' | '.join([title, *cells, '' if known is None else recall_cell(known), seed])} |"
 
 
-def speed_cells(line: Line, ladder: Ladder) -> list[str]:
-    drawn = [f"{100 * line['busy']:.0f}%", f"{line['watts']:.0f}"] if "watts" in line else ["", ""]
-    stages = line.get("stages_p50")
-    return [
-        f"{line['req_s']:.2f} ± {line['ci95']:.2f}",
-        f"{60 * line['req_s']:.0f}",
-        f"{line['p50_ms'] / line['tokens']:.0f}" if line["tokens"] else "",
-        f"{line['p50_ms']:.0f}, {line['p99_ms']:.0f}",
-        f"{stages['preprocess_ms']:.0f}, {stages['vision_ms']:.0f}" if stages else "",
-        f"{line['concurrency']}",
-        *drawn,
-        *([f"{line['req_s'] / foot['req_s']:.2f}" for foot in ladder.feet] if ladder.feet else ["", ""]),
-    ]
+def speed_cells(pair: Pair, ladder: Ladder, whole: bool = False) -> list[str]:
+    """Ratio, product so far, and what both sides did, the one below first; with many in flight, then with one.
+    ``whole``: the ratio is of the whole ladder, and stands where the products do."""
+    cells = []
+    for flight in FLIGHTS:
+        line = ladder.cells.get((pair, flight))
+        if line is None:
+            cells += [MISSING, "", "", "", ""] if flight == "many" else [MISSING, "", ""]
+            continue
+        ratio, chain = f"{ladder.ratio((pair, flight))} ({line['turns']})", None
+        if not whole and pair in steps(pair.kind) and pair.kind != "W6":
+            chain = ladder.chain(pair.kind, flight, pair.rung)
+        cells += ["", ratio] if whole else [ratio, "" if chain is None else str(chain)]
+        if flight == "many":
+            cells += [both(line["in_flight"], "d"), both(line["req_s"], ".2f"), both(line.get("watts", ()), ".0f")]
+        else:
+            cells.append(both(line["p50_ms"], ".1f"))
+    return cells
+
+
+def both(values: Sequence[float], form: str) -> str:
+    """What the one below has and what this one has."""
+    return ", ".join(format(value, form) for value in values)
+
+
+def gives_nothing(pair: Pair, flight: str, ladder: Ladder) -> str:
+    """Why, where a rung is not surely faster than the one below it; nothing where it is."""
+    ratio = ladder.ratio((pair, flight))
+    if ratio is None or ratio.sure:
+        return ""
+    rung, words = RUNGS[pair.rung], {"many": "many in flight", "one": "one in flight"}
+    why = f": {rung.nothing}" if rung.nothing else ""
+    return f"- {rung.title}, {KINDS[pair.kind].lower()}, {words[flight]} ({ratio}){why}"
 
 
 def recall_cell(line: Line) -> str:

@@ -21,6 +21,8 @@ from tessera_evaluation.plan import parse_policy
 from tessera_quantize.checkpoint import quantization_config
 
 SHAPE = ROOT / "loadtest" / "shapes" / "internvl3-8b-shape"
+TRANSFORMERS = "transformers"
+"""The foot of the ladder, which is no rung: the plain loop (ladder_transformers.py)."""
 OLD_STAGE = ROOT / "loadtest" / "bench" / "ladder_stage.py"
 LABELS = ("yes", "no")
 
@@ -62,7 +64,7 @@ class Rung:
     """One optimisation. ``settings`` hold from here on, ``ends`` no longer.
 
     ``server`` names the rung whose server it is asked of, where it is only asked otherwise. ``int4``: of a checkpoint
-    in 4 bits. ``seed``: what the report that this project repeats says of it.
+    in 4 bits. ``seed``: what the report that this project repeats says of it. ``nothing``: why it may give nothing.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Rung:
     server: str = ""
     int4: bool = False
     seed: str = ""
+    nothing: str = ""
 
 
 _RUNGS = (
@@ -92,6 +95,7 @@ _RUNGS = (
         {"preprocess.resize": "fast"},
         (PILLOW,),
         seed="23.67 to 12.03 ms a picture",
+        nothing="with several in flight the GPU sets the pace, and pictures are prepared meanwhile",
     ),
     Rung(
         "tile_policy",
@@ -99,18 +103,46 @@ _RUNGS = (
         server="fast_preprocessing",
         seed="3,328 to 512 tokens: twice the throughput",
     ),
-    Rung("rows_on_gpu", "rows stay on the GPU", ends=(ROWS_ON_CPU,), seed="with TensorRT's ViT 70 ms less"),
+    Rung(
+        "rows_on_gpu",
+        "rows stay on the GPU",
+        ends=(ROWS_ON_CPU,),
+        seed="with TensorRT's ViT 70 ms less",
+        nothing="the 1,792 rows of a picture are 12.8 MB, a few milliseconds' way",
+    ),
     Rung("graph_vit", "ViT as CUDA graphs, with our kernels", ends=(EAGER_VIT,), seed="30 ms less a batch"),
     Rung(
         "batching",
-        "batches of 32 tiles of many requests, eight processes for preprocessing",
-        {"vision_encoder.visual_infer_batch_size": "32", "preprocess.instances": "8"},
+        "batches of 16 tiles of many requests, eight processes for preprocessing",
+        {"vision_encoder.visual_infer_batch_size": "16", "preprocess.instances": "8"},
         (ONE_REQUEST,),
+        nothing="a request alone shares its forwards with nobody",
     ),
-    Rung("mps", "MPS: ViT and language model on the GPU at once", ends=(NO_MPS,)),
-    Rung("graph_decoder", "language model as CUDA graphs", ends=(EAGER_DECODER,)),
-    Rung("prefix_cache", "prefix cache", {"language_model.prefix_cache": "content"}, seed="no figure"),
-    Rung("labels", "scores of the labels in place of an answer", server="prefix_cache"),
+    Rung(
+        "mps",
+        "MPS: ViT and language model on the GPU at once",
+        ends=(NO_MPS,),
+        nothing="a request alone is in one stage at a time; with many, either stage fills the GPU by itself",
+    ),
+    Rung(
+        "graph_decoder",
+        "language model as CUDA graphs",
+        ends=(EAGER_DECODER,),
+        nothing="with many in flight, steps are full of prompts, whose kernels are longer than their launches",
+    ),
+    Rung(
+        "prefix_cache",
+        "prefix cache",
+        {"language_model.prefix_cache": "content"},
+        seed="no figure",
+        nothing="distinct pictures have only the words before them in common; it is counted on W6",
+    ),
+    Rung(
+        "labels",
+        "scores of the labels in place of an answer",
+        server="prefix_cache",
+        nothing="the steps of four tokens run beside other requests' prompts",
+    ),
     Rung("fp8_body", "language model in FP8", {"quantization": "fp8-language"}),
     Rung("fp8_vit", "ViT in FP8", {"quantization": "fp8"}),
     Rung(
@@ -119,6 +151,7 @@ _RUNGS = (
         {"quantization": "fp8-vision"},
         int4=True,
         seed="mixed",
+        nothing="a prompt's time is arithmetic, which weights of 4 bits do not lessen",
     ),
 )
 RUNGS = {rung.name: rung for rung in _RUNGS}
@@ -129,7 +162,15 @@ TILE_POLICY, BATCHING, WITH_LABELS = map(NAMES.index, ("tile_policy", "batching"
 GPU_ONLY = frozenset({"rows_on_gpu", "graph_vit", "batching", "mps", "graph_decoder", "prefix_cache"})
 #: requests in flight, by the job: before batching, and with it. Enough that nothing a rung has waits for work; more
 #: would only make answers wait, and the run longer.
-IN_FLIGHT = ({"equal": 4, "policy": 8}, {"equal": 32, "policy": 96})
+IN_FLIGHT = ({"equal": 4, "policy": 8}, {"equal": 16, "policy": 48})
+KINDS = {
+    "equal": "At equal tokens",
+    "policy": "By the tile policy",
+    "W6": "Four questions about each picture, one after the other (W6)",
+}
+"""What is asked, and the title of its table."""
+FLIGHTS = ("many", "one")
+"""Requests in flight: as many as a rung can use, where its requests a second count, and one, where its time does."""
 
 
 def accepted_policy() -> str:
@@ -152,6 +193,51 @@ def jobs(name: str) -> dict[str, Job]:
     return {"policy": policy} if RUNGS[name].server else {"equal": own, "policy": policy}
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A rung and what it is measured against, asked the same kind of job."""
+
+    rung: str
+    below: str
+    kind: str
+
+    @property
+    def servers(self) -> tuple[str, str]:
+        """Whose servers both are asked of: the one above, the one below."""
+        above, below = (RUNGS[name].server or name if name in RUNGS else name for name in (self.rung, self.below))
+        return above, below
+
+    @property
+    def ends(self) -> bool:
+        """Whether it is no step but the whole ladder."""
+        return self.below == TRANSFORMERS and self.rung != NAMES[0]
+
+    def job(self, name: str) -> Workload:
+        """What one of them is asked. Below the rung of the tile policy there is none: it is asked at equal tokens."""
+        if self.kind == "W6":
+            return replace(WORKLOADS["W6"], concurrency=IN_FLIGHT[True]["policy"])
+        known = jobs(NAMES[0] if name == TRANSFORMERS else name)
+        return known.get(self.kind) or known["equal"]
+
+
+def pairs() -> list[Pair]:
+    """Each rung against the one below, from the foot up; what the prefix cache is for; and the ends of the ladder."""
+    found = []
+    for place, name in enumerate(NAMES):
+        for kind in jobs(name):
+            same = [lower for lower in NAMES[:place] if kind in jobs(lower)]
+            found.append(Pair(name, (same or NAMES[:place] or (TRANSFORMERS,))[-1], kind))
+    found.append(Pair("prefix_cache", "graph_decoder", "W6"))
+    return found + [Pair(NAMES[-1], TRANSFORMERS, kind) for kind in ("equal", "policy")]
+
+
+def steps(kind: str) -> list[Pair]:
+    """The pairs whose ratios chain from the foot to the top; the policy's begin at equal tokens."""
+    own = [pair for pair in pairs() if not pair.ends]
+    first = [pair for pair in own if pair.kind == "equal" and NAMES.index(pair.rung) < TILE_POLICY]
+    return [*(first if kind == "policy" else ()), *(pair for pair in own if pair.kind == kind)]
+
+
 def kept_ways(name: str) -> list[OldWay]:
     """The old ways that still hold at a rung."""
     ended = [way for rung in _RUNGS[: NAMES.index(name) + 1] for way in rung.ends]
@@ -164,15 +250,15 @@ def settings(name: str) -> dict[str, str]:
     return {key: value for rung in rungs for key, value in rung.settings.items()}
 
 
-def setup(name: str, folder: Path, gpus: tuple[str, ...], checkpoint: Path | None = None) -> Setup:
+def setup(name: str, folder: Path, gpus: tuple[str, ...], checkpoint: Path | None = None, share: float = 0.9) -> Setup:
     """The server of a rung; what it needs is written to ``folder``. ``checkpoint``: None is InternVL3-8B's shape with
-    random weights."""
+    random weights. ``share``: of the GPU's memory."""
     rung, ways = RUNGS[name], kept_ways(name)
     shape = int4_shape(folder / "int4_shape") if rung.int4 and checkpoint is None else SHAPE
     return Setup(
         checkpoint=checkpoint or shape,
         gpus=gpus,
-        settings=settings(name),
+        settings=settings(name) | {"gpu_memory": str(share)},
         random_weights=checkpoint is None,
         mps=NO_MPS not in ways,
         repository=repository(ways, folder / "model_repository"),

@@ -1,19 +1,22 @@
-"""The foot of the ladder: W2's job in the plain loop that transformers' own pages show, at several batch sizes.
+"""The foot of the ladder: W2's job in the plain loop that transformers' own pages show, one picture at a time or in
+batches.
 
 Pictures are opened and cut by transformers' processor on Pillow, then `generate` gives four greedy tokens (bf16, SDPA);
-while pictures are prepared the GPU waits, as in any such loop. Alone: `ladder --parts speed --rungs transformers`.
+while pictures are prepared the GPU waits, as in any such loop.
 """
 
 from __future__ import annotations
 
 import io
-import random
+import multiprocessing
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from statistics import median, stdev
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from gpu_power import GpuPower
@@ -24,8 +27,17 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "build"))
 
 ANSWER_TOKENS = 16  # more than yes or no has
-#: Student's t for 95 %, by the number of rounds
-STUDENT = {3: 4.303, 5: 2.776, 10: 2.262}
+ROUNDS = 5  # of one picture, in a turn
+
+
+class Turn(NamedTuple):
+    """What one of a pair gave in its turn. ``p50`` in seconds; ``in_flight``: requests, or pictures of a batch."""
+
+    req_s: float
+    p50: float
+    prompt_tokens: int
+    in_flight: int
+    watts: float | None
 
 
 class Loop:
@@ -70,40 +82,40 @@ class Loop:
         return str(self.processor.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def rounds(batch: int) -> int:
-    """Timed batches of a size: as many as its figure needs and no more, for a large one takes seconds."""
-    return 10 if batch == 1 else 5 if batch == 2 else 3
-
-
-def measure(loop: Loop, batch: int, gpus: Sequence[str]) -> dict[str, Any]:
-    """One line of the results: W2's job at a batch size, after one batch that is not counted."""
+def turn(loop: Loop, batch: int, seed: int, gpus: Sequence[str]) -> Turn:
+    """W2's job in batches of this size: a whole one, or five of one picture."""
     tokens, spent, prompt_tokens = WORKLOADS["W2"].tokens, [], 0
-    dealt = Pictures(WORKLOADS["W2"], random.randrange(1 << 30), batch * (1 + rounds(batch)))
+    rounds = ROUNDS if batch == 1 else 1
+    dealt = Pictures(WORKLOADS["W2"], seed, batch * rounds)
     with GpuPower(gpus) as power:
-        for number in range(1 + rounds(batch)):
-            pictures = [dealt.deal() for _ in range(batch)]
-            began = time.perf_counter()
-            inputs = loop.inputs(pictures, [PROMPT] * batch)
+        began = time.perf_counter()
+        for _ in range(rounds):
+            begins = time.perf_counter()
+            inputs = loop.inputs([dealt.deal() for _ in range(batch)], [PROMPT] * batch)
             answers = loop.tokens(inputs, tokens, tokens)
             if answers.shape != (batch, tokens):
                 raise RuntimeError(f"asked for {batch} answers of {tokens} tokens, got {list(answers.shape)}")
             prompt_tokens = inputs["input_ids"].shape[1]
-            if number:
-                spent.append(time.perf_counter() - began)
-        ended = time.perf_counter()
-    draw = power.between(ended - sum(spent), ended)
-    rates = [batch / seconds for seconds in spent]
-    return {
-        "rung": "transformers",
-        "job": "equal",
-        "batch": batch,
-        "req_s": batch * len(spent) / sum(spent),
-        "ci95": STUDENT[len(spent)] * stdev(rates) / len(spent) ** 0.5,
-        "p50_ms": 1e3 * median(spent),
-        "p99_ms": 1e3 * max(spent),
-        "tokens": tokens,
-        "prompt_tokens": prompt_tokens,
-        "requests": batch * len(spent),
-        "concurrency": batch,
-        **({} if draw is None else draw._asdict()),
-    }
+            spent.append(time.perf_counter() - begins)
+        draw = power.between(began, time.perf_counter())
+    return Turn(batch * rounds / sum(spent), median(spent), prompt_tokens, batch, draw and draw.watts)
+
+
+@contextmanager
+def apart(*loop: Any) -> Iterator[Callable[..., Turn]]:
+    """``turn`` without its loop, which is made of these arguments in a process of its own: all that it holds of a GPU
+    goes with it."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _make, loop) as pool:
+        yield lambda *asked: pool.submit(_turn, *asked).result()
+
+
+_loop: list[Loop] = []
+
+
+def _make(*loop: Any) -> None:
+    _loop.append(Loop(*loop))
+    _turn(1, 0, ())  # the first picture takes longer
+
+
+def _turn(*asked: Any) -> Turn:
+    return turn(_loop[0], *asked)

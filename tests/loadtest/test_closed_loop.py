@@ -41,7 +41,7 @@ class Together:
         return Reply(None, 4)
 
 
-@pytest.mark.parametrize(("concurrency", "processes"), [(7, 3), (2, 6)])
+@pytest.mark.parametrize(("concurrency", "processes"), [(7, 3), (2, 6), (3, 0)])
 def test_exactly_so_many_are_in_flight_until_the_last_are_begun(concurrency, processes):
     # Were there ever fewer, the seats would not fill and the run would fail; were there more, the most would show it.
     server = Together(concurrency)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 from bench import ladder as bench_ladder
 from bench import ladder_report, ladder_rungs
 from bench.ladder_report import Ladder
-from bench.ladder_rungs import NAMES, jobs
+from bench.ladder_rungs import FLIGHTS, NAMES, jobs
+from bench.ladder_transformers import Turn
 from serving import DEFAULT_CHECKPOINT
+from turns import Comparison
 
 from tessera.launcher.settings import set_up
 from tessera.linear.formats.int4 import Int4
@@ -19,10 +22,6 @@ from tessera.linear.quantization import scheme_selector
 from tessera.prompt.sampling import SamplingParameters
 
 ABOUT = {"machine": "a GPU", "commit": "abc", "date": "2026-11-22", "versions": {"torch": "2.11.0"}}
-SPEED = {
-    "ci95": 0.5, "p50_ms": 800.0, "p99_ms": 900.0, "tokens": 4, "prompt_tokens": 1852, "concurrency": 4,
-    "busy": 0.98, "watts": 690.0, **ABOUT,
-}  # fmt: skip
 
 
 # ---- what a rung is
@@ -45,37 +44,64 @@ def test_the_shape_in_4_bits_is_one_that_the_engine_reads(tmp_path: Path):
     assert not isinstance(select(["lm_head"]), Int4)
 
 
+def test_every_rung_has_a_pair_for_each_job_and_the_steps_lead_from_the_foot_to_the_top():
+    for kind in ("equal", "policy"):
+        way = ladder_rungs.steps(kind)
+        assert (way[0].below, way[-1].rung) == ("transformers", NAMES[-1])
+        assert all(below.rung == above.below for below, above in itertools.pairwise(way))
+    measured = {(pair.rung, pair.kind) for pair in ladder_rungs.pairs()}
+    assert measured == {(name, kind) for name in NAMES for kind in jobs(name)} | {("prefix_cache", "W6")}
+    assert [pair.rung for pair in ladder_rungs.pairs() if pair.ends] == [NAMES[-1]] * 2
+
+
+def test_both_sides_of_a_pair_are_asked_the_same_job_or_the_rung_is_in_the_job():
+    differ = {(pair.rung, pair.kind) for pair in ladder_rungs.pairs() if pair.job(pair.rung) != pair.job(pair.below)}
+    # A policy, more in flight, labels; and the loop of transformers, which takes its own batch and no policy.
+    own = {("tile_policy", "policy"), ("batching", "equal"), ("batching", "policy"), ("labels", "policy")}
+    assert differ == own | {(NAMES[-1], "equal"), (NAMES[-1], "policy")}
+
+
 @pytest.mark.server
-def test_the_first_rung_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_pair_on_a_cpu(tmp_path: Path, emitted: Any):
     results = tmp_path / "ladder.jsonl"
-    options = ["--checkpoint", str(DEFAULT_CHECKPOINT), "--gpus", "", "--in-flight", "1", "--processes", "1"]
-    monkeypatch.setattr(
-        "sys.argv", ["ladder", "--parts", "speed", "--rungs", "start", "--results", str(results), *options]
-    )
-    assert bench_ladder.main() == 0
-    (line,) = map(json.loads, results.read_text().splitlines())
-    assert (line["rung"], line["job"], line["prompt_tokens"], line["requests"]) == ("start", "equal", 506, 5)
-    assert line["req_s"] > 0 and line["p99_ms"] >= line["p50_ms"] > 0
+    options = ["--checkpoint", str(DEFAULT_CHECKPOINT), "--gpus", "", "--in-flight", "2", "--seconds", "0"]
+    wanted = ["--rungs", "tile_policy", "fast_preprocessing", "--jobs", "policy", "--parts", "speed", "report"]
+    assert emitted(bench_ladder, *wanted, *options, "--results", str(results)) == {}
+    many, one = map(json.loads, results.read_text().splitlines())
+    assert (many["rung"], many["below"], many["job"]) == ("tile_policy", "fast_preprocessing", "policy")
+    assert (many["in_flight"], one["in_flight"], one["flight"]) == ([2, 2], [1, 1], "one")
+    assert many["prompt_tokens"][0] == 506 > many["prompt_tokens"][1]
+    assert one["turns"] == 2 and one["ratio"] > 0 < one["ci95"]
 
 
 # ---- what becomes of the lines
 
 
+def measured(
+    rung: str, below: str, job: str, flight: str, ratio: float, ci95: float = 0.02, **more: Any
+) -> dict[str, Any]:
+    both = {"in_flight": [4, 4], "req_s": [10.0, 10 * ratio], "p50_ms": [200.0, 200 / ratio], "watts": [600.0, 690.0]}
+    return {"rung": rung, "below": below, "job": job, "flight": flight, "ratio": ratio, "ci95": ci95, "turns": 6} | {
+        **both, **ABOUT, **more,
+    }  # fmt: skip
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """transformers at two batch sizes, two rungs at both jobs, and recalls; one line is superseded."""
-    stages = {"stages_p50": {"preprocess_ms": 48.4, "vision_ms": 203.1}}
-    on, off = {"embeddings_on_cpu": 0, "graph_steps": 0.9}, {"embeddings_on_cpu": 30, "graph_steps": 0.0, **stages}
+    """Every pair, each rung 1.1 times the one below, one of them superseded; recalls; and lines of the way before."""
     lines = [
-        {"rung": "transformers", "job": "equal", "batch": 1, "req_s": 5.0, **SPEED},
-        {"rung": "transformers", "job": "equal", "batch": 8, "req_s": 10.0, **SPEED},
-        {"rung": "start", "job": "equal", "req_s": 99.0, **SPEED, **off},
-        {"rung": "start", "job": "equal", "req_s": 8.0, **SPEED, **off},
-        {"rung": "fp8_vit", "job": "equal", "req_s": 30.0, **SPEED, **on},
-        {"rung": "graph_decoder", "job": "policy", "req_s": 90.0, **SPEED, "prompt_tokens": 316, **on},
-        {"rung": "labels", "job": "policy", "req_s": 80.0, **SPEED, "tokens": 0, "prompt_tokens": 316, **on},
+        {"rung": "transformers", "job": "equal", "batch": 1, "req_s": 5.0, **ABOUT},
+        {"rung": "start", "job": "equal", "req_s": 8.0, **ABOUT},
+        measured("start", "transformers", "equal", "many", 7.0),
+    ]
+    for pair in ladder_rungs.pairs():
+        for flight in FLIGHTS:
+            ratio = 5.0 if pair.ends else 1.0 if pair.rung == "mps" else 1.1
+            ci95 = 0.044 if (pair.rung, pair.kind, flight) == ("labels", "policy", "one") else 0.011 * ratio
+            lines.append(measured(pair.rung, pair.below, pair.kind, flight, ratio, ci95))
+    lines += [
         {"rung": "start", "job": "equal", "recall": 1.0, "questions": 3000, "wrong": [7], **ABOUT},
-        {"rung": "tile_policy", "job": "policy", "recall": 0.997, "questions": 3000, "wrong": list(range(9)), **ABOUT},
+        {"rung": "int4", "job": "policy", "recall": 0.997, "questions": 3000, "wrong": list(range(9)), **ABOUT},
         {"rung": "transformers", "job": "equal", "recall": 1.0, "questions": 100, "wrong": [], **ABOUT},
     ]
     file = tmp_path / "lines.jsonl"
@@ -83,39 +109,65 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def test_figures_are_the_best_rungs_over_transformers_and_recall_s_drop_is_of_the_same_questions(file: Path):
-    found = {metric: (value, unit, notes) for metric, value, unit, notes in Ladder.read(file).figures()}
-    assert {metric: value for metric, (value, _, _) in found.items()} == {
-        "ladder.equal_tokens.over_start": 6.0,
-        "ladder.equal_tokens.over_best": 3.0,
-        "ladder.top_over_start": 18.0,
-        "ladder.top_over_best": 9.0,
+def test_figures_are_the_widest_interval_the_ends_with_their_product_and_recall_s_drop(file: Path):
+    found = {metric: (value, notes) for metric, value, _, notes in Ladder.read(file).figures()}
+    assert {metric: value for metric, (value, _) in found.items()} == {
+        "ladder.widest_ratio_interval_pct": 4.0,
+        "ladder.equal_tokens.over_best": 5.0,
+        "ladder.equal_tokens.over_one": 5.0,
+        "ladder.top_over_best": 5.0,
+        "ladder.top_over_one": 5.0,
         "ladder.recall_drop": pytest.approx(100 * 8 / 3000, abs=1e-3),
     }
-    assert found["ladder.equal_tokens.over_start"][2]["ci95"] == pytest.approx(
-        6 * (0.1**2 + (1 / 60) ** 2) ** 0.5, abs=0.01
-    )
-    assert found["ladder.top_over_best"][2].items() >= ABOUT.items()
-    notes = found["ladder.recall_drop"][2]
-    assert (notes["rung"], notes["below"], notes["questions"]) == ("graph_decoder", "start", 3000)
+    widest = found["ladder.widest_ratio_interval_pct"][1]
+    assert (widest["rung"], widest["job"], widest["flight"], widest["ratios"]) == ("labels", "policy", "one", 50)
+    ends = found["ladder.equal_tokens.over_best"][1]
+    assert ends["chained"] == pytest.approx(1.1**10, abs=1e-3)  # eleven steps, of which MPS gives nothing
+    assert ends["chained_ci95"] == pytest.approx(1.1**10 * (10 * 0.011**2 + 0.011**2) ** 0.5, rel=0.01)
+    assert ends.items() >= ABOUT.items()
+    notes = found["ladder.recall_drop"][1]
+    assert (notes["rung"], notes["below"], notes["questions"]) == ("int4", "start", 3000)
     assert notes["ci95"] == pytest.approx(0.206, abs=0.001)  # by 9 and 1 of 3002
 
 
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"prompt_tokens": 316}, "should be equal, are not"),
-        ({"embeddings_on_cpu": 0}, "did not work as its rung says: 0 requests' rows came over the CPU"),
-        ({"graph_steps": 0.5}, "0.5 of its steps ran as CUDA graphs"),
-    ],
-)
-def test_lines_that_are_not_what_they_are_called_are_refused(file: Path, changed: dict[str, Any], told: str):
-    lines = file.read_text().splitlines()
-    file.write_text("\n".join([*lines, json.dumps(json.loads(lines[3]) | changed)]))
-    with pytest.raises(ValueError, match=told):
-        Ladder.read(file)
+def test_what_is_not_measured_is_said_and_no_product_passes_over_it(file: Path):
+    lines = [line for line in file.read_text().splitlines() if '"rung": "graph_vit"' not in line]
+    file.write_text("\n".join(lines))
+    ladder = Ladder.read(file)
+    assert ladder.chain("equal", "many", "rows_on_gpu") is not None
+    assert ladder.chain("equal", "many", "batching") is None
+    assert "ladder.widest_ratio_interval_pct" not in [metric for metric, *_ in ladder.figures()]
+    tables = ladder_report.tables(ladder)
+    assert tables.count("not measured yet") == 2 * 2 + 2 * 2  # the rung's cells in two tables, and both products
+    assert (
+        "- MPS: ViT and language model on the GPU at once, at equal tokens, one in flight (1.000 ± 0.011): a " in tables
+    )
+
+
+def test_pruning_leaves_the_newest_and_nothing_of_a_rung_measured_alone(file: Path):
+    before = Ladder.read(file)
+    ladder_report.prune(file)
+    assert Ladder.read(file) == before
+    assert len(file.read_text().splitlines()) == 50 + 3
+
+
+def test_a_server_that_does_not_work_as_its_rung_says_is_refused():
+    bench_ladder.check("start", {"embeddings_on_cpu": 30, "graph_steps": 0.0})
+    bench_ladder.check("int4", {"embeddings_on_cpu": 0, "graph_steps": 0.9})
+    with pytest.raises(RuntimeError, match="did not work as its rung says: 0 requests' rows came over the CPU"):
+        bench_ladder.check("start", {"embeddings_on_cpu": 0, "graph_steps": 0.0})
+    with pytest.raises(RuntimeError, match=r"0.5 of its steps ran as CUDA graphs"):
+        bench_ladder.check("mps", {"embeddings_on_cpu": 0, "graph_steps": 0.5})
+
+
+def test_prompts_of_other_lengths_are_refused_at_equal_tokens():
+    pair = ladder_rungs.pairs()[0]
+    compared = Comparison(lambda _: None, lambda _: None, bench_ladder.WORTH["many"])
+    compared.turns += [(Turn(1.0, 1.0, 1852, 1, None), Turn(2.0, 0.5, 316, 4, None))] * 2
+    with pytest.raises(RuntimeError, match=r"should be equal, and have \[1852, 316\] tokens"):
+        bench_ladder.line(pair, "many", compared)
 
 
 def test_the_page_holds_what_was_recorded():
     ladder = Ladder.read(ladder_report.RESULTS)
-    assert not ladder_report.update(ladder, check=True), "run: python loadtest/bench_ladder.py --parts report"
+    assert not ladder_report.update(ladder, check=True), "run: python loadtest/bench ladder --parts report"
