@@ -117,6 +117,7 @@ def main() -> int:
     device, on_gpu = torch.device(options.device), options.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         raise SystemExit("attention: needs a GPU, and this machine has none; a trial without: --device cpu")
+    print("about a minute on an H200", file=sys.stderr, flush=True)
     clock = graph_milliseconds if on_gpu else partial(milliseconds, device=device, repeats=3)
     prefix, known = "" if on_gpu else "trial.", ways(device)
     for batch in options.batches:

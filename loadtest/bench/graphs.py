@@ -11,7 +11,7 @@ its time without, since the profiler makes launches slower. The picture shows wh
     python loadtest/bench graphs --checkpoint build/default_model/checkpoint --set device=cpu --picture trial.svg
                                      a trial without a GPU: no graphs, operators in place of kernels, `trial.*`
 
-On an H200 InternVL3-8B's shape takes a minute to load, and all of it two.
+On an H200 all of it takes about three minutes, most of which is the start of InternVL3-8B's shape.
 """
 
 from __future__ import annotations
@@ -164,6 +164,7 @@ def main() -> int:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="  %(message)s", stream=sys.stderr)  # what the engine chose
     language, config = engine_config(options.settings), read_config(options.checkpoint)
+    print("about three minutes on an H200", file=sys.stderr, flush=True)
     device = torch.device(language.device)
     recorded = options.checkpoint.resolve() == SHAPE and device.type == "cuda" and not options.settings
     prefix = "" if recorded else "trial."

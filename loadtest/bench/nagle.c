@@ -15,7 +15,7 @@
 
 static int is_left_off(int level, int name) {
     const char *program = getenv("NAGLE_PROGRAM");
-    return level == IPPROTO_TCP && name == TCP_NODELAY && (!program || strstr(program_invocation_name, program));
+    return level == IPPROTO_TCP && name == TCP_NODELAY && (!program || strstr(program_invocation_short_name, program));
 }
 
 int setsockopt(int fd, int level, int name, const void *value, socklen_t length) {

@@ -59,6 +59,8 @@ def main() -> int:
     asked = replace(setup(options), random_weights=shaped)
     shape, prefix = shape_name(options.checkpoint), "" if shaped and asked.gpus else "trial."
     about = {"concurrency": options.concurrency, "shape": shape, **setup_notes(options)}
+    minutes = 1 + len(options.workloads) * options.turns * len(WAYS) * 15 / 60
+    print(f"about {minutes:.0f} minutes on an H200", file=sys.stderr, flush=True)
     found = []
     with ExitStack() as stack:
         ways = {}

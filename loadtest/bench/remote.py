@@ -12,7 +12,8 @@ connection. No setting of ours or of gRPC's does that: `nagle.c` is loaded into 
                                                                a trial on the CPU: `trial.seeds.*`
 
 Figures: `seeds.nodelay.over_delay`, `seeds.separate.over_one` (requests a second of the first over the second),
-`seeds.separate.<way>.req_s` and `.p99_ms`. On an H200 five starts are two minutes, a turn of three ways about one.
+`seeds.separate.<way>.req_s` and `.p99_ms`. On an H200 a way's start takes some 40 s and a run 15: three ways and five
+turns six minutes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from workloads import WORKLOADS
 SHAPE = figures.ROOT / "loadtest" / "shapes" / "mineru25-shape"
 SOURCE = Path(__file__).with_name("nagle.c")
 ONE, NODELAY, DELAY = "one", "nodelay", "delay"
-STUB = "triton_python_backend_stub"
+TRITON, STUB = "tritonserver", "triton_python_backend_stub"
 MEMORY, OF_ONE = 0.85, 0.4
 """Of a GPU, for all servers on it, and for the one with all stages, which divides its own."""
 
@@ -93,9 +94,11 @@ def start(way: str, stack: ExitStack, setup: Setup, places: Places, shares: Mapp
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tessera-nagle-")))
         logs = [folder / "eyes", folder / "body"]
         loaded = {"LD_PRELOAD": str(built(folder))}
-        eyes = replace(eyes, environment=loaded | {"NAGLE_LOG": str(logs[0])})
-        # The other server asks by its vision stage's process; its own clients' connections stay as they are.
-        body = replace(body, environment=loaded | {"NAGLE_LOG": str(logs[1]), "NAGLE_PROGRAM": STUB})
+        # What asks is the vision stage's own process; connections of that server's clients stay as they are.
+        eyes, body = (
+            replace(each, environment=loaded | {"NAGLE_LOG": str(log), "NAGLE_PROGRAM": program})
+            for each, log, program in zip((eyes, body), logs, (TRITON, STUB))
+        )
     (url,) = stack.enter_context(serve(eyes)).grpc
     body = replace(body, settings={**body.settings, "vision_encoder.vision_url": url})
     stack.callback(check, logs)
@@ -126,7 +129,8 @@ def main() -> int:
     random_weights = options.checkpoint.resolve() == SHAPE
     setup = Setup(options.checkpoint, random_weights=random_weights, mps=not options.no_mps)
     workload = replace(WORKLOADS["W5b"], concurrency=options.concurrency)
-    print(f"{', '.join(options.ways)}: {places.words()}, {options.turns} turns", file=sys.stderr, flush=True)
+    runs_s = len(options.ways) * (40 + 15 * options.turns)
+    print(f"{places.words()}: about {runs_s / 60:.0f} minutes on an H200", file=sys.stderr, flush=True)
     with ExitStack() as stack:
         shares = places.shares(options.ways)
         ways = {way: start(way, stack, setup, places, shares) for way in options.ways}

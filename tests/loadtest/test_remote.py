@@ -84,8 +84,8 @@ def test_three_ways_and_what_their_servers_have(loaded: bool, emitted: Any, monk
     assert ways < {*found}
     one, *pairs = started
     assert (one.gpus, one.only, one.environment) == (("0",), "", {})
-    for eyes, body, programs in zip(pairs[::2], pairs[1::2], (None, remote.STUB)):
+    for eyes, body, programs in zip(pairs[::2], pairs[1::2], ([None, None], [remote.TRITON, remote.STUB])):
         assert (eyes.gpus, eyes.only, body.gpus, body.only) == (("1",), "vision_encoder", ("0",), "")
         assert body.settings["vision_encoder.vision_url"] and "vision_encoder.vision_url" not in eyes.settings
-        assert ("LD_PRELOAD" in eyes.environment) is ("LD_PRELOAD" in body.environment) is (programs is not None)
-        assert body.environment.get("NAGLE_PROGRAM") == programs and "NAGLE_PROGRAM" not in eyes.environment
+        assert [each.environment.get("NAGLE_PROGRAM") for each in (eyes, body)] == programs
+        assert {"LD_PRELOAD" in each.environment for each in (eyes, body)} == {programs[0] is not None}
