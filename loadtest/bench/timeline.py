@@ -48,8 +48,7 @@ class Trace:
     def of(cls, run: Callable[[], object]) -> Trace:
         """Of what runs, to its end."""
         on_gpu = torch.cuda.is_available()
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        with profile(activities=kinds) as profiler:
+        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
             run()
             if on_gpu:
                 torch.cuda.synchronize()
