@@ -4,9 +4,10 @@ Two servers share the GPU and are asked in turns, one with `gpu_pixels` 0, the o
 of W1 and W3 (1080p), W8a (4K) and W8b (8K), in InternVL's 12-tile cut or, for shapes of native resolution, as large as
 their `max_pixels` allows. The second wants `nvidia-nvimgcodec-cu13` installed.
 
-    python loadtest/bench pixels                                                        MinerU2.5's shape
-    python loadtest/bench pixels --checkpoint loadtest/shapes/internvl3-8b-shape        12 tiles
-    python loadtest/bench pixels --checkpoint loadtest/shapes/qwen3-vl-8b --workloads W8a W8b --concurrency 4 --turns 2
+    python loadtest/bench pixels                                                       MinerU2.5's shape
+    python loadtest/bench pixels --checkpoint loadtest/shapes/internvl3-8b-shape       12 tiles
+    python loadtest/bench pixels --checkpoint loadtest/shapes/qwen3-vl-8b --workloads W8a W8b --concurrency 4 \\
+        --turns 2 --set vision_encoder.cache_bytes=0        of 16,320 tokens: two caches more do not fit an H200
     python loadtest/bench pixels --gpus "" --workloads W1 W8a --concurrency 2 --turns 2     a trial: both on the CPU
 
 Figures: `seeds.pixels.<workload>.<shape>.<way>.req_s` and `.p99_ms`, `.gpu_over_cpu`, and
