@@ -58,6 +58,11 @@ def emit(
     print(json.dumps(line), flush=True)
 
 
+def rounded(value: float) -> str:
+    """Five digits are more than any of these is good for."""
+    return f"{value:.5g}" if abs(value) < 1e5 else f"{value:.0f}"
+
+
 def own_command() -> str:
     """What a reader runs to take this program's figures again."""
     given = shlex.join(sys.argv[1:])

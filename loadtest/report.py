@@ -1,6 +1,6 @@
-"""Writes the figures into the documents: the newest of every metric into docs/figures.md, and into README.md
-the pairs of peers.json that were taken side by side with the newest peer. record.py
-does it too, after it has kept new ones.
+"""Writes the figures into the documents: the newest of every metric into docs/figures.md and beside the statements of
+docs/seeds.md, and the pairs with other engines into README.md and docs/peers.md. record.py does it too, after it has
+kept new ones.
 
     python loadtest/report.py [--check]     (--check writes nothing; 1 says that a table would change)
 """
@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from figures import RESULTS, ROOT
+import seeds
+from bench import peers_report
+from figures import RESULTS, ROOT, rounded
 
 BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
-PEERS = RESULTS.with_name("peers.json")
 
 
 def newest() -> dict[str, dict[str, Any]]:
@@ -40,29 +41,6 @@ def table(figures: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def comparison(peers: Mapping[str, dict[str, Any]]) -> str:
-    """A Markdown table of pairs that were taken side by side: Tessera's rate, vLLM's, and the first over the second."""
-    kinds = {"bf16": "bf16", "fp8": "FP8"}
-    heads = [head for name in kinds.values() for head in (f"Tessera {name}", f"vLLM {name}", "ratio")]
-    lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
-    for peer in peers.values():
-        cells = [peer["title"]]
-        for kind in kinds:
-            pair = peer.get(kind)
-            cells += [*(rate(each, peer["unit"]) for each in pair), f"{pair[0] / pair[1]:.2f}"] if pair else [""] * 3
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def rate(value: float, unit: str) -> str:
-    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"
-
-
-def rounded(value: float) -> str:
-    """Five digits are more than any of these is good for."""
-    return f"{value:.5g}" if abs(value) < 1e5 else f"{value:.0f}"
-
-
 def write(file: Path, rows: str, check: bool) -> bool:
     """Replaces the table in a file, unless it is only to be checked; whether that changes it."""
     text = file.read_text()
@@ -74,12 +52,14 @@ def write(file: Path, rows: str, check: bool) -> bool:
 
 def update(check: bool = False) -> bool:
     """Writes all tables; whether any of them changes."""
-    figures, peers = newest(), json.loads(PEERS.read_text())["workloads"]
-    changed = [
-        write(ROOT / "README.md", comparison(peers), check),
-        write(ROOT / "docs" / "figures.md", table(figures[name] for name in sorted(figures)), check),
-    ]
-    return any(changed)
+    figures, peers = newest(), peers_report.read()
+    pages = {
+        "README.md": peers_report.comparison(peers),
+        "docs/figures.md": table(figures[name] for name in sorted(figures)),
+        "docs/peers.md": peers_report.page(peers),
+        "docs/seeds.md": seeds.tables(figures | seeds.rungs(RESULTS.with_name("ladder.jsonl"))),
+    }
+    return any([write(ROOT / page, rows, check) for page, rows in pages.items()])
 
 
 if __name__ == "__main__":

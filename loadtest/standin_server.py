@@ -135,15 +135,15 @@ async def openai_app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": answer})
 
 
-def main(kind: str) -> None:
-    """Says its address, and serves until the parent ends."""
+def main(kind: str, port: str = "0") -> None:
+    """Says its address, and serves until the parent ends; OpenAI's API at this port, or any."""
     if kind == "tessera":
         held, address = serve(Service())
         print(address, flush=True)
         sys.stdin.read()
         held.stop(None)
         return
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    listener = socket.create_server(("127.0.0.1", int(port)), backlog=1024)
     server = uvicorn.Server(uvicorn.Config(openai_app, log_level="critical", lifespan="off"))
     Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     print(f"127.0.0.1:{listener.getsockname()[1]}", flush=True)
@@ -151,4 +151,4 @@ def main(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

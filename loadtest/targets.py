@@ -172,13 +172,19 @@ def picture_part(encoded: bytes, kind: str) -> dict[str, Any]:
 
 
 def read_events(response: http.client.HTTPResponse) -> tuple[float | None, int, dict[str, Any]]:
-    """When the first text came, how many parts had any, and the last object."""
+    """When the first token came, how many parts had any, and the last object.
+
+    A part's text may be empty: random weights give tokens that are none of the tokenizer's. What names the role and has
+    no text tells only that the answer begins.
+    """
     first, parts, last = None, 0, {}
     for line in response:
         if not line.startswith(b"data: {"):
             continue
         last = json.loads(line[6:])
-        if last.get("choices") and last["choices"][0]["delta"].get("content"):
+        delta = last["choices"][0]["delta"] if last.get("choices") else {}
+        text = delta.get("content")
+        if text or (text is not None and not delta.get("role")):
             first = first or time.perf_counter()
             parts += 1
     return first, parts, last

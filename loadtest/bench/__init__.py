@@ -10,6 +10,7 @@ from importlib import import_module
 
 PROGRAMS = {
     "load": ("load", "a load on our server or any of OpenAI's API: workloads, sweeps, an open loop"),
+    "peers": ("bench.peers", "other engines beside ours, in turns: who is ahead, and by what watts"),
     "jobs": ("bench.jobs", "questions beside a batch job: first tokens, and what the job loses"),
     "batch": ("bench.batch", "`tessera batch` through kills, and alone with a million rows"),
     "poison": ("bench.poison", "odd pictures among good ones: no good answer may change"),

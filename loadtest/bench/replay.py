@@ -229,10 +229,11 @@ def report(load: Load, taken: Taken, name: str, **notes: Any) -> None:
     emit("req_s", round(run.requests_s * fmean(asked[1:]), 2), "req/s")
     if not load.part:
         emit("tok_s", round(run.tokens_s, 1), "tok/s", responses_s=round(run.parts_s, 1))
-        for what, each in (("prefill", first_token_ms), ("decode", token_ms)):
-            if answers[0].stages or answers[0].first_token is not None:
-                apart = {f"{what}_p50_ms_of_layouts": p50([each(page.made_of[0]) for page in steady])}
-                emit(f"{what}_p50_ms", p50([each(answer) for answer in answers]), "ms", **apart)
+        timed = [answer for answer in answers if answer.stages or answer.first_token is not None]
+        layouts = {page.made_of[0] for page in steady}.intersection(timed)
+        for what, each in (("prefill", first_token_ms), ("decode", token_ms)) if layouts else ():
+            apart = {f"{what}_p50_ms_of_layouts": p50([each(answer) for answer in layouts])}
+            emit(f"{what}_p50_ms", p50([each(answer) for answer in timed]), "ms", **apart)
         emit("page_p50_s", round(run.p50, 3), "s", p99_s=round(run.p99, 3))
     if taken.power:
         taken.power.emit(emit, run.requests_s, "page")

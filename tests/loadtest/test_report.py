@@ -8,15 +8,33 @@ import json
 import pytest
 import record
 import report
-from workloads import WORKLOADS
+import seeds
 
 
 def test_the_documents_hold_what_was_recorded():
     assert not report.update(check=True), "run: .venv/bin/python loadtest/report.py"
 
 
-def test_every_workload_of_the_peers_file_is_a_standard_one():
-    assert set(json.loads(report.PEERS.read_text())["workloads"]) <= set(WORKLOADS)
+def test_a_statements_figures_are_the_newest_by_name_or_pattern_or_not_measured_yet():
+    about = {"unit": "ms", "machine": "m", "commit": "c", "date": "d"}
+    figures = {"a.x": {"value": 200704, "ci95": 0.25, **about}, "a.y": {"value": 2, "ci95": [1, 2], **about}}
+    found = [seeds.matching(name, figures) for name in ("a.*", "new.x|a.x", "new.y|old.y")]
+    assert [[name for name, _ in each] for each in found] == [["a.x", "a.y"], ["a.x"], ["new.y"]]
+    assert [seeds.words(*each) for each in (*found[0], *found[2])] == [
+        "`a.x` 200704 ± 0.25 ms",
+        "`a.y` 2 ms",
+        "`new.y` not measured yet",
+    ]
+
+
+def test_the_ladders_ratios_stand_beside_the_statements(tmp_path):
+    about = {"rung": "mps", "job": "equal", "machine": "m", "commit": "c", "date": "d"}
+    compared = about | {"below": "batching", "flight": "many", "ratio": 1.1, "ci95": 0.02}
+    (tmp_path / "ladder.jsonl").write_text(f"{json.dumps(about | {'req_s': 3})}\n{json.dumps(compared)}\n")
+    found = seeds.matching("ladder: mps *", seeds.rungs(tmp_path / "ladder.jsonl"))
+    assert [seeds.words(*each) for each in found] == [
+        "`ladder: mps over batching, equal, many in flight` 1.1 ± 0.02 ratio"
+    ]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import standin_server
 from clients.fake_transport import TIMINGS
 from gateway.gateway_doubles import gateway, listening
-from targets import Asker, OpenAiAsker, TesseraAsker, fields
+from targets import Asker, OpenAiAsker, TesseraAsker, fields, read_events
 from workloads import PROMPT, QUESTIONS, WORKLOADS, Workload
 
 from tessera_client import Delta, ServerError, Usage
@@ -68,6 +68,22 @@ def test_a_standin_answers_as_many_tokens_as_each_target_is_asked_for(make: type
         reply = ask(b"jpeg", streamed, PROMPT)
     assert (whole.first, whole.tokens, whole.parts) == (None, 4, 1)
     assert reply.first is not None and (reply.tokens, reply.parts) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("deltas", "parts"),
+    [
+        ([{"role": "assistant", "content": ""}, {"content": ""}, {"content": "a"}, {}], 2),  # vLLM; a token has no text
+        ([{"role": "assistant", "content": ""}, {"role": None, "content": "a"}, {"content": None}], 1),  # SGLang
+        ([{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}], 2),  # LMDeploy
+        ([{"role": "assistant"}, {}], 0),
+    ],
+)
+def test_parts_of_a_stream_are_those_of_tokens(deltas: list[dict[str, Any]], parts: int) -> None:
+    lines = [{"choices": [{"delta": delta}]} for delta in deltas] + [{"choices": [], "usage": {"completion_tokens": 2}}]
+    events: Any = [*(f"data: {json.dumps(line)}\n".encode() for line in lines), b"\n", b"data: [DONE]\n"]
+    first, counted, last = read_events(events)
+    assert (first is not None, counted, last["usage"]) == (parts > 0, parts, {"completion_tokens": 2})
 
 
 class Noting(Asker):
