@@ -25,6 +25,7 @@ PROGRAMS = {
     "tiles": ("bench.tiles", "a picture in 13 tiles down to one: requests a second, and recall beside them"),
     "recall": ("bench.quality:recall_main", "the held-out set through the server"),
     "quantization": ("bench.quality:quantization_main", "what quantized weights cost in recall"),
+    "cpu": ("bench.cpu", "the server on a CPU against a loop of transformers, in turns"),
     "parity": ("bench.parity", "our greedy tokens against transformers' on held-out pictures"),
     "document_parity": ("bench.document_parity", "the same on held-out pages, through the server"),
     "scheduler": ("bench.scheduler", "the scheduler simulated, without a GPU"),
