@@ -144,7 +144,7 @@ def decoding(engine: Engine, prompts: Prompts, batch: int) -> Iterator[Work]:
 
     def run(steps: int) -> None:
         while steps:
-            if (got := len(engine.step().tokens)) not in (0, batch):
+            if (got := len(engine.step().tokens)) not in (0, batch) or not engine.has_work():
                 raise RuntimeError(f"a step of {batch} decoding requests gave {got} tokens")
             steps -= got > 0
 
