@@ -9,13 +9,12 @@ default model's, on the yes/no questions of the held-out set, by the same server
 A rung is measured against the one below it in turns, until the 95 % interval of their ratio is at most 2 % either way,
 or the pair's --seconds are over. Both servers of a pair are up, each with --share of the GPU's memory, and one is asked
 at a time; both get the same pictures in a turn (where one server is both, other ones: it would know them). An idle
-server of ours computes nothing: its engine and its stages wait for work, and the launcher's pings are answered without
-the GPU, which so has no reason to switch to it. MPS is no matter of a machine here: each server with MPS has a daemon
-of its own, and those of the rungs below use none, so that the pair of that rung is two servers as any other. Where two
-servers or two daemons do not go together, --alone starts each for its turn alone (it takes the starts' time in each
-turn; a turn then asks all its jobs). That a neighbour costs nothing can be seen in the table: each rung is measured
-beside two of them. Pairs go from the top down, for the server in 4 bits keeps a second copy of its weights only while
-half of the card is free.
+server of ours launches nothing: its engine and its stages wait for work, and the launcher's pings, every five seconds,
+are no work. So the GPU has no reason to switch to it. MPS is no matter of the machine here: each server with MPS has a
+daemon of its own, and those of the rungs below use none, so that the pair of that rung is two servers as any other.
+Where two servers or two daemons do not go together, --alone starts each for its turn by itself (each turn then takes
+two starts). That a neighbour costs nothing can be seen in the table: each rung is measured beside two of them. Pairs go
+from the top down, for the server in 4 bits keeps a second copy of its weights only while half of the card is free.
 
 In three parts, each by itself if need be, all of them into --results:
 

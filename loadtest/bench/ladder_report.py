@@ -167,7 +167,7 @@ def tables(ladder: Ladder) -> str:
                 rows.append(row("all of it: top and foot in turns", speed_cells(pair, ladder, whole=True), None))
         parts.append("\n".join(rows) + "\n")
     if nothing := [words for pair in pairs() for flight in FLIGHTS if (words := gives_nothing(pair, flight, ladder))]:
-        parts.append("Not surely faster than the rung below, and why:\n\n" + "\n".join(nothing) + "\n")
+        parts.append("Not surely faster than the rung below, and the likely reason:\n\n" + "\n".join(nothing) + "\n")
     for what, taken in (("Speed", ladder.cells.values()), ("Recall", ladder.recalls.values())):
         places = sorted({f"{line['machine']} ({line['commit']}, {line['date']})" for line in taken})
         parts.append(f"{what}: {'; '.join(places) or MISSING}.\n")

@@ -64,7 +64,8 @@ class Rung:
     """One optimisation. ``settings`` hold from here on, ``ends`` no longer.
 
     ``server`` names the rung whose server it is asked of, where it is only asked otherwise. ``int4``: of a checkpoint
-    in 4 bits. ``seed``: what the report that this project repeats says of it. ``nothing``: why it may give nothing.
+    in 4 bits. ``seed``: what the report that this project repeats says of it. ``nothing``: the likely reason
+    where it gives nothing.
     """
 
     name: str

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+from argparse import Namespace
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,30 @@ def test_both_sides_of_a_pair_are_asked_the_same_job_or_the_rung_is_in_the_job()
     # A policy, more in flight, labels; and the loop of transformers, which takes its own batch and no policy.
     own = {("tile_policy", "policy"), ("batching", "equal"), ("batching", "policy"), ("labels", "policy")}
     assert differ == own | {(NAMES[-1], "equal"), (NAMES[-1], "policy")}
+
+
+@pytest.mark.parametrize(
+    ("alone", "happened"),
+    [(False, "+c +b -c +a -a -b"), (True, "+c -c +b -b +c -c +b -b +a -a")],
+)
+def test_two_servers_at_most_are_up_and_one_stays_for_the_next_pair(
+    alone: bool, happened: str, monkeypatch: pytest.MonkeyPatch
+):
+    log: list[str] = []
+
+    @contextmanager
+    def start(_: Any, name: str):
+        log.append(f"+{name}")
+        yield name
+        log.append(f"-{name}")
+
+    monkeypatch.setattr(bench_ladder.Sides, "_start", start)
+    sides = bench_ladder.Sides(Namespace(alone=alone))
+    for pair in (("c", "b"), ("c", "b"), ("b", "a")):
+        for name in pair:
+            assert sides.reach(name, pair) == name
+    sides.close()
+    assert " ".join(log) == happened
 
 
 @pytest.mark.server
