@@ -25,6 +25,9 @@ from workloads import Pictures, Workload
 
 from tessera_client import Answer, Client, Retry, Stream
 
+IDLE_S = 2.0
+"""A connection that waited longer is opened again: servers close those that wait (uvicorn after 5 s)."""
+
 AskAbout = Callable[[bytes, Workload, str], Reply]
 """(a picture, whose tokens and order are asked for, the prompt) -> the whole answer."""
 
@@ -118,11 +121,15 @@ def openai_chat(
     def chat(request: dict[str, Any]) -> Reply:
         if not hasattr(own, "connection"):
             own.connection = http.client.HTTPConnection(next(next_address), timeout=patience_s)
+        elif time.monotonic() - own.used > IDLE_S:
+            own.connection.close()  # it opens again with the next request
         try:
             return _chat(own.connection, {"model": model, **request})
         except BaseException:
-            own.connection.close()  # it opens again with the next request
+            own.connection.close()
             raise
+        finally:
+            own.used = time.monotonic()
 
     yield chat
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
 from base64 import b64decode
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import standin_server
+import targets
 from clients.fake_transport import TIMINGS
 from gateway.gateway_doubles import gateway, listening
 from targets import Asker, OpenAiAsker, TesseraAsker, fields, read_events
@@ -68,6 +71,30 @@ def test_a_standin_answers_as_many_tokens_as_each_target_is_asked_for(make: type
         reply = ask(b"jpeg", streamed, PROMPT)
     assert (whole.first, whole.tokens, whole.parts) == (None, 4, 1)
     assert reply.first is not None and (reply.tokens, reply.parts) == (4, 4)
+
+
+def test_a_connection_that_the_server_closed_meanwhile_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = WORKLOADS["W1"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for _ in range(2):  # an answer a connection
+                taken, _ = listener.accept()
+                with taken, taken.makefile("rb") as asked:
+                    while (line := asked.readline()) != b"\r\n":
+                        if line.lower().startswith(b"content-length:"):
+                            length = int(line.split()[1])
+                    asked.read(length)
+                    body = json.dumps({"usage": {"completion_tokens": workload.tokens}}).encode()
+                    taken.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+        with ThreadPoolExecutor(1) as pool:
+            served = pool.submit(serve)
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+            monkeypatch.setattr(targets, "IDLE_S", 0.0)
+            with OpenAiAsker([address], workload, 7, model="m").connection() as ask:
+                assert [ask(b"jpeg", workload, PROMPT).tokens for _ in range(2)] == [4, 4]
+            served.result(10)
 
 
 @pytest.mark.parametrize(
