@@ -162,7 +162,7 @@ REPORTS: dict[str, tuple[Claim, ...]] = {
         Claim(
             "",
             "the default model on a CPU over the loop of transformers: distinct pictures, four questions about each",
-            "python loadtest/bench cpu",
+            "make bench NAME=cpu",
             ("cpu.ratio_distinct", "cpu.ratio_4_questions"),
         ),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,16 @@ def test_an_engine_in_turns_with_ours(emitted: Any, stood_in: Any) -> None:
     assert ratio["value"] == pytest.approx(
         (ratio["ours"][0] / ratio["theirs"][0] * ratio["ours"][1] / ratio["theirs"][1]) ** 0.5, rel=1e-3
     )
+
+
+def test_turns_of_two_runs_count_together(emitted: Any, stood_in: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    stood_in(peers)
+    monkeypatch.setitem(peers.WORKLOADS, "W4b", replace(peers.WORKLOADS["W4b"], tokens=17, concurrency=2))
+    few = ["--engines", "standin", "--turns", "1", "--workloads", "W4b", "--results", str(tmp_path / "peers.jsonl")]
+    shape = ["--checkpoint", "loadtest/shapes/internvl3-8b-shape", "--weights", "random", "--processes", "1"]
+    once, twice = (emitted(peers, *few, *shape)["peers.standin.W4b.bf16.ratio"] for _ in range(2))
+    assert (once["turns"], twice["turns"]) == (1, 2) and "ci95" not in once and twice["ci95"] > 0
+    assert twice["ours"][0] == once["ours"][0]
 
 
 def test_what_is_not_there_or_fails_is_said(monkeypatch: Any, stood_in: Any, tmp_path: Path, capsys: Any) -> None:
