@@ -225,10 +225,9 @@ def pairs() -> list[Pair]:
     """Each rung against the one below, from the foot up; what the prefix cache is for; and the ends of the ladder."""
     found = []
     for place, name in enumerate(NAMES):
-        for kind in jobs(name):
+        for kind in [*jobs(name), *(["W6"] if name == "prefix_cache" else [])]:
             same = [lower for lower in NAMES[:place] if kind in jobs(lower)]
             found.append(Pair(name, (same or NAMES[:place] or (TRANSFORMERS,))[-1], kind))
-    found.append(Pair("prefix_cache", "graph_decoder", "W6"))
     return found + [Pair(NAMES[-1], TRANSFORMERS, kind) for kind in ("equal", "policy")]
 
 

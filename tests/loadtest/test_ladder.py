@@ -56,6 +56,15 @@ def test_every_rung_has_a_pair_for_each_job_and_the_steps_lead_from_the_foot_to_
     assert [pair.rung for pair in ladder_rungs.pairs() if pair.ends] == [NAMES[-1]] * 2
 
 
+def test_pairs_go_down_so_that_each_server_starts_once_but_for_the_loop():
+    wanted = bench_ladder.groups(Namespace(rungs=(*NAMES, "ends"), jobs=ladder_rungs.KINDS))
+    started = [
+        name for last, pair in itertools.pairwise([(), *wanted]) for name in dict.fromkeys(pair) if name not in last
+    ]
+    own = [name for name in reversed(NAMES) if name not in ("labels", "tile_policy")]  # which are asked of others'
+    assert started == [own[0], "transformers", *own[1:], "transformers"]
+
+
 def test_both_sides_of_a_pair_are_asked_the_same_job_or_the_rung_is_in_the_job():
     differ = {(pair.rung, pair.kind) for pair in ladder_rungs.pairs() if pair.job(pair.rung) != pair.job(pair.below)}
     # A policy, more in flight, labels; and the loop of transformers, which takes its own batch and no policy.
