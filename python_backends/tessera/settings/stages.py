@@ -3,6 +3,7 @@ how the vision stage runs. And what is none of theirs."""
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -113,19 +114,20 @@ class VisionSettings:
 
     ``runner``: onnx on the CPU, graph (CUDA graphs) on a GPU, torch as the readable twin of both and for towers that
     these do not take. ``infer_batch_size``: what the pictures of one forward may cost (InternVL: tiles; Qwen2-VL:
-    pictures of 616 x 616 pixels, however these are spread). ``quantization``: fp8 has the tower's linear layers
-    quantized when they are loaded (vision/fp8_tower.py), and is refused where that changes the rows too much;
-    checkpoint runs them in FP8 if they are stored so. On the CPU a tower in FP8 gives the rows that a GPU would,
-    through the torch runner: no onnx graph holds it, and it is slower. ``cache_bytes``: for the rows of pictures seen
-    before. ``decode_bytes``: what an encoded picture may take of the GPU to be decoded. ``memory_bytes``: all that the
-    stage holds (vision/memory.py: what that is); 0 bounds nothing. ``vision_url``: another server's address, whose
-    vision stage is asked in place of an own one (docs/remote_vision.md). ``tile_policy``: preprocess's, which says how
-    large a picture may be that the tower takes whole; None: the checkpoint's.
+    pictures of 616 x 616 pixels, however these are spread). ``threads`` of a forward on the CPU, where it is most of
+    the work; the other stages have one each. ``quantization``: fp8 has the tower's linear layers quantized when they
+    are loaded (vision/fp8_tower.py), and is refused where that changes the rows too much; checkpoint runs them in FP8
+    if they are stored so. On the CPU a tower in FP8 gives the rows that a GPU would, through the torch runner: no onnx
+    graph holds it, and it is slower. ``cache_bytes``: for the rows of pictures seen before. ``decode_bytes``: what an
+    encoded picture may take of the GPU to be decoded. ``memory_bytes``: all that the stage holds (vision/memory.py:
+    what that is); 0 bounds nothing. ``vision_url``: another server's address, whose vision stage is asked in place of
+    an own one (docs/remote_vision.md). ``tile_policy``: preprocess's, which says how large a picture may be that the
+    tower takes whole; None: the checkpoint's.
     """
 
     runner: str = setting("onnx", cuda="graph", settable=False, choices=("onnx", "torch", "graph"))
     infer_batch_size: int = setting(4, cuda=16, name="visual_infer_batch_size", least=1)
-    threads: int = setting(1, common=True, least=1)
+    threads: int = setting(1, cpu=min(8, len(os.sched_getaffinity(0))), common=True, least=1)
     dtype: str = setting("float32", cuda="bfloat16", common=True, choices=("float32", "bfloat16", "float16"))
     quantization: str = setting("checkpoint", common=True, choices=VISION_QUANTIZATIONS)
     device: str = "cpu"
