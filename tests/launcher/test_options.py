@@ -148,7 +148,7 @@ def test_what_is_out_of_range_or_the_launchers_own_is_refused(argv: list[str], w
 def test_the_environment_puts_this_python_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
-    monkeypatch.setenv("TESSERA_THREADS", "3")
+    monkeypatch.setenv("TESSERA_DTYPE", "float32")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     options = ServerOptions(tmp_path, checkpoint=Path("model"), environment={"TESSERA_X": "1"})
@@ -156,7 +156,7 @@ def test_the_environment_puts_this_python_first(tmp_path: Path, monkeypatch: pyt
     assert environment["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
     assert environment["LD_LIBRARY_PATH"] == "/l1:/l2:/mine"
     assert environment["TESSERA_CHECKPOINT"] == str(tmp_path / "model")
-    assert environment["TESSERA_THREADS"] == "3" and environment["TESSERA_X"] == "1"
+    assert environment["TESSERA_DTYPE"] == "float32" and environment["TESSERA_X"] == "1"
     monkeypatch.delenv("LD_LIBRARY_PATH")
     bare = replace(INSTALLATION, library_path=())
     assert "LD_LIBRARY_PATH" not in server_environment(options, bare, CPU)

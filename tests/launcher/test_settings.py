@@ -41,15 +41,15 @@ def test_each_setting_says_who_set_it(tmp_path: Path) -> None:
     shutil.copytree(REPOSITORY, repository)
     with open(repository / "preprocess" / "config.pbtxt", "a") as config:
         config.write('parameters [ { key: "max_images" value { string_value: "3" } } ]\n')
-    environment = {"TESSERA_LANGUAGE_MODEL_MAX_SEQUENCES": "7", "TESSERA_THREADS": "2"}
-    setup = set_up(repository, None, environment, {"device": "cpu", "threads": "4", "gpu_memory": "0.5"})
+    environment = {"TESSERA_LANGUAGE_MODEL_MAX_SEQUENCES": "7", "TESSERA_DTYPE": "float16"}
+    setup = set_up(repository, None, environment, {"device": "cpu", "dtype": "float32", "gpu_memory": "0.5"})
     found = rows(setup)
     assert found["preprocess.max_images"] == (3, "config.pbtxt")
     assert found["language_model.max_sequences"] == (7, "environment")
-    assert found["threads"] == (4, "command line")  # which wins
+    assert found["dtype"] == ("float32", "command line")  # which wins
     assert found["language_model.max_batched_tokens"] == (2048, "device")
     assert found["preprocess.max_cost"] == (0, "default")
-    assert setup.environment == {"TESSERA_DEVICE": "cpu", "TESSERA_THREADS": "4", "TESSERA_GPU_MEMORY": "0.5"}
+    assert setup.environment == {"TESSERA_DEVICE": "cpu", "TESSERA_DTYPE": "float32", "TESSERA_GPU_MEMORY": "0.5"}
 
 
 @pytest.mark.parametrize(

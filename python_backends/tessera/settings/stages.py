@@ -58,7 +58,7 @@ class EngineConfig:
     quantization: str = setting("checkpoint", common=True, choices=LANGUAGE_QUANTIZATIONS)
     resident: str = setting("auto", settable=False, choices=("auto", "off"))
     attention: str = setting("auto", settable=False)
-    threads: int = setting(1, common=True, least=1)
+    threads: int = setting(1, least=1)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -127,7 +127,7 @@ class VisionSettings:
 
     runner: str = setting("onnx", cuda="graph", settable=False, choices=("onnx", "torch", "graph"))
     infer_batch_size: int = setting(4, cuda=16, name="visual_infer_batch_size", least=1)
-    threads: int = setting(1, cpu=min(8, len(os.sched_getaffinity(0))), common=True, least=1)
+    threads: int = setting(1, cpu=min(8, len(os.sched_getaffinity(0))), least=1)
     dtype: str = setting("float32", cuda="bfloat16", common=True, choices=("float32", "bfloat16", "float16"))
     quantization: str = setting("checkpoint", common=True, choices=VISION_QUANTIZATIONS)
     device: str = "cpu"
