@@ -60,8 +60,8 @@ class Deck:
         self._dealt: tuple[int, list[Job]] = -1, []
 
     def deal(self, pictures: int, questions: int, seed: int = 0) -> list[Job]:
-        """So many, with this many questions each of different kinds whose answers are a word or two; to both that ask
-        by one seed the same."""
+        """This many, with ``questions`` each, of different kinds with answers of a word or two. Both ways get the same
+        by one seed."""
         if self._dealt[0] != seed or not seed:
             self._dealt = seed, [job for _ in range(pictures) for job in self._next(questions)]
         return self._dealt[1]
