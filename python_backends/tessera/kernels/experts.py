@@ -62,7 +62,8 @@ def plan_grouped(
     Tiles hold twice an expert's share, so that few experts need two and read their weights again.
     """
     rows = min(max(16, triton.next_power_of_2(2 * pairs // experts)), 64 if packed else 128)
-    columns, warps, stages, depth = 128, 4, 3, min(k & -k, 128 // size)  # of a power of two that divides k
+    divisor = k & -k  # the largest power of two that divides k
+    columns, warps, stages, depth = 128, 4, 3, min(divisor, 128 // size)
     if packed:  # a block has four chunks of x; there are two sums, so that more rows would spill
         warps, stages = 8, 4 if rows == 16 else 3
         held = (columns + 4 * rows) * 128
@@ -70,7 +71,7 @@ def plan_grouped(
         if rows == 128:
             columns, warps, stages = 256, 8, 4
         elif rows == 16 and k * size > 1024:
-            depth = min(k & -k, 256 // size)
+            depth = min(divisor, 256 // size)
         held = (columns + rows) * depth * size
     return GroupedPlan(rows, columns, depth, warps, min(stages, max(1, shared_memory // held)))
 
