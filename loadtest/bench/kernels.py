@@ -4,7 +4,7 @@ Prints the copy speed first (the ceiling), then a row for each kernel, shape and
 kernel and of torch's way, GB/s over the fewest bytes that must move, and the error against the torch twin on poisoned
 memory. Ways take turns, each in a CUDA graph over more copies of its weights than any cache holds.
 
-    elementwise    norm, activation, rotary embedding with the write to the cache
+    elementwise    norm, activation, rotary embedding with the write to the cache, the likeliest of logits
     skinny         products of few rows in bfloat16, and the gate-up product with its activation (`gate_up*`)
     w4a16          the same with 4-bit weights; figures `quant.w4a16.m*` (speed over cuBLAS, summed over four shapes)
     fp8            products in e4m3 for 96 and 256 rows, beside cuBLAS without scales
@@ -43,6 +43,7 @@ from tessera.kernels import reference
 from tessera.kernels.activation import silu_and_multiply
 from tessera.kernels.experts import grouped_down, grouped_gate_up, route
 from tessera.kernels.fp8_rows import Fp8Rows, fp8_sums, quantize_rows, quantize_weight
+from tessera.kernels.likeliest import likeliest
 from tessera.kernels.norm import add_rms_norm
 from tessera.kernels.operands import PagedCache, finished
 from tessera.kernels.paged_decode import choose_splits, decode_attention
@@ -152,6 +153,13 @@ def elementwise() -> Iterator[Case]:
         made = [make(n) for _ in range(4 if n == 8192 else 1)]
         calls = [call for call, _, _ in made] * (1 if n == 8192 else LAUNCHES)
         yield Case(make.__name__.strip("_"), "", n, {"ours": calls}, made[0][1], max(wrong for *_, wrong in made))
+    for n in (1, 10, 64):
+        logits = normal(n, HEAD[0])
+        with poisoned():
+            wrong = float((likeliest(logits) != reference.likeliest(logits)).sum())
+        ways = {"torch": partial(reference.likeliest, logits), "ours": partial(likeliest, logits)}
+        calls = {way: [call] * LAUNCHES for way, call in ways.items()}
+        yield Case("likeliest", "", n, calls, logits.nbytes, wrong)
 
 
 def _norm(n: int) -> tuple[Call, int, float]:

@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="the kernels are written in triton, which i
 from tessera.kernels import fp8
 from tessera.kernels.activation import silu_and_multiply
 from tessera.kernels.fp8_rows import E4M3, Fp8Rows, Fp8Sums, empty_rows, quantize_rows
+from tessera.kernels.likeliest import likeliest
 from tessera.kernels.norm import add_rms_norm
 from tessera.kernels.operands import HeadNorms, PagedCache, Partials
 from tessera.kernels.rotary import rotate_and_store
@@ -204,6 +205,20 @@ def test_rotate_and_store_in_fp8(dtype, device, generator, n, heads, kv_heads, s
         same_but_for_ties(cache.to(torch.float8_e4m3fn).float(), twin.float())
 
 
+@pytest.mark.parametrize("vocabulary", [1, 4096, 9001])
+def test_likeliest(dtype, device, generator, vocabulary):
+    """Of equal ones the first, whichever part they are in; a row that is not finite has none."""
+    logits = torch.randn((9, vocabulary + 3), generator=generator, device=device).to(dtype)[:, :vocabulary]
+    logits[1] = -3
+    logits[2, [vocabulary // 2, -1]] = 9
+    logits[3, -1] = -9e3
+    for row, value in enumerate((float("nan"), float("inf"), -float("inf")), 4):
+        logits[row, vocabulary // 2] = value
+    assert likeliest(logits).tolist() == reference.likeliest(logits).tolist()
+    assert likeliest(logits)[[1, 2, 4, 5, 6]].tolist() == [0, vocabulary // 2, -1, -1, -1]
+    assert likeliest(logits[:0]).tolist() == []
+
+
 ONES = torch.ones
 ANGLES, SLOTS = torch.zeros((2, 4)), torch.zeros(2, dtype=torch.int64)
 CACHE = PagedCache(*torch.zeros((2, 1, 4, 1, 8)))
@@ -217,6 +232,7 @@ CACHE = PagedCache(*torch.zeros((2, 1, 4, 1, 8)))
         (add_rms_norm, (ONES(2, 16), ONES(16, 2).T, ONES(16), EPS), "contiguous"),
         (add_rms_norm, (Partials(ONES(2, 2, 16), None, torch.float32), None, ONES(16), EPS), "without a residual"),
         (silu_and_multiply, (ONES(4, 2).T,), "contiguous"),
+        (likeliest, (ONES(16, 2).T,), "contiguous"),
         (silu_and_multiply, (ONES(1, 2 * 32769), True), "at most 32768"),
         (fp8.quantize_rows, (ONES(1, 32769), None, None, None), "at most 32768"),
         (fp8.quantize_rows, (ONES(16, 2).T, None, None, None), "contiguous"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from tessera.kernels.activation import silu_and_multiply
 from tessera.kernels.experts import grouped_down, grouped_gate_up, route
 from tessera.kernels.gate_up_silu import gate_up_silu
+from tessera.kernels.likeliest import likeliest
 from tessera.kernels.norm import add_and_norm, add_rms_norm
 from tessera.kernels.rotary import apply_rotary, rotate_and_store
 from tessera.kernels.skinny_linear import skinny_deferred, skinny_fp8, skinny_gate_up

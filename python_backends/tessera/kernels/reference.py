@@ -40,6 +40,13 @@ def add_rms_norm(
     return quantize_rows(scaled) if fp8 else scaled, residual
 
 
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """logits of any float dtype [m, vocabulary] -> int64 [m], of several equal ones the first; -1 for a row with any
+    NaN or infinity."""
+    lowest, highest = logits.aminmax(dim=-1)
+    return torch.where(highest - lowest < float("inf"), logits.argmax(dim=-1), -1)
+
+
 def norm_heads(queries: torch.Tensor, keys: torch.Tensor, norms: HeadNorms) -> None:
     """Normalises heads [n, heads, d] in place."""
     for heads, weight in ((queries, norms.queries), (keys, norms.keys)):

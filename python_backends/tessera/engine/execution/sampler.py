@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 
 from tessera.engine.sequence import NOT_FINITE, Report, SampledToken, SamplingParameters, Sequence
 from tessera.kernels.transfer import Moment, to_device, to_host
+from tessera.kernels.tuning import layer_kernels
 
 
 class SamplingRow(NamedTuple):
@@ -91,7 +92,7 @@ class SampledRows:
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """logits of any float dtype [m, vocabulary] -> the likeliest tokens, int64 [m]; NOT_FINITE for a row with any NaN
     or infinity."""
-    return _checked(logits.argmax(dim=-1), _spread(logits))
+    return layer_kernels(logits.device.type).likeliest(logits)
 
 
 def _spread(logits: torch.Tensor) -> torch.Tensor:
