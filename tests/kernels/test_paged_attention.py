@@ -67,7 +67,7 @@ def test_scores_beyond_what_exp_can_hold(device, generator, kernel, pieces):
 
 @pytest.mark.parametrize(
     ("sequences", "most_tokens", "splits"),
-    [(1, 450, 4), (1, 100, 1), (1, 129, 2), (1, 32768, 32), (10, 450, 4), (10, 4096, 4), (64, 450, 1), (400, 9000, 1)],
+    [(1, 450, 8), (1, 64, 1), (1, 129, 4), (1, 32768, 32), (10, 450, 8), (10, 4096, 8), (64, 450, 1), (400, 9000, 1)],
 )
 def test_choose_splits(sequences, most_tokens, splits):
     assert choose_splits(sequences, 4, most_tokens, 132) == splits

@@ -13,25 +13,23 @@ from tessera.kernels.fp8 import early_launch, wait_for_previous
 from tessera.kernels.operands import AttentionPlan, PagedCache
 
 MAX_SPLITS = 32
-_TOKENS_A_SPLIT = 128
-_WAVES = 2
+_WAVES = 3
 # tl.dot wants 16 rows: the heads of a group are padded to that many.
 _ROWS = 16
 
 
-DEFAULT_PLAN = AttentionPlan(_ROWS, tokens=64, warps=4, stages=3)
+DEFAULT_PLAN = AttentionPlan(_ROWS, tokens=64, warps=2, stages=3)
 
 
 def choose_splits(sequences: int, kv_heads: int, most_tokens: int, sms: int) -> int:
     """Into how many programs the context of one sequence and key head is split: a power of two up to 32.
 
-    About two programs for each of the ``sms`` multiprocessors, but no split of much less than 128 tokens of the
-    longest context, ``most_tokens``.
+    At most three programs for each of the ``sms`` multiprocessors, and no more splits than the longest context,
+    ``most_tokens``, has tiles, rounded up.
     """
-    wanted = _WAVES * sms // (sequences * kv_heads)
-    sensible = -(-most_tokens // _TOKENS_A_SPLIT)
-    most = max(1, min(wanted, sensible, MAX_SPLITS))
-    return 1 << (most.bit_length() - 1)
+    wanted = max(1, min(_WAVES * sms // (sequences * kv_heads), MAX_SPLITS))
+    tiles = triton.cdiv(most_tokens, DEFAULT_PLAN.tokens)
+    return min(1 << (wanted.bit_length() - 1), triton.next_power_of_2(tiles))
 
 
 def check_cache(q: torch.Tensor, cache: PagedCache, out: torch.Tensor) -> None:
