@@ -85,6 +85,7 @@ class BaseClient(ABC, Generic[AnswerT, StreamT]):
                 ``max_pixels``: how finely pictures are cut.
                 ``choices=["yes", "no"]``: the answer is the likeliest of these labels, see :attr:`Answer.choices`.
                 ``regex="..."``, ``json_schema={...}`` or ``json_object=True``: what the answer must match.
+                ``draft="..."``: text that the answer is likely to have, which then comes sooner and is the same.
                 ``exclude_input_in_output=False`` repeats the question before the answer.
         """
         return self._answer(partial(question_request, image, question, **sampling), timeout)

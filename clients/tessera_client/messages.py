@@ -250,8 +250,9 @@ def sampling(options: Mapping[str, Any]) -> str | None:
     no_repeat_ngram_size, priority) plus
     ``choices``, a list of labels, and ``tile_policy``, a name or a dict such as ``{"name": "reference", "max_tiles": 6,
     "thumbnail": "auto"}``; ``max_tiles``, ``min_tiles`` and ``thumbnail`` given directly are moved into it. Models of
-    native resolution have ``min_pixels`` and ``max_pixels`` instead. Options that are None are left to
-    the server; names and ranges are checked by the server, which is the one that knows.
+    native resolution have ``min_pixels`` and ``max_pixels`` instead. ``draft`` is text that the answer is likely to
+    have, ``draft_pool`` a name: answers of requests with the same one may be drafts for one another. Options that are
+    None are left to the server; names and ranges are checked by the server, which is the one that knows.
     """
     chosen = {name: value for name, value in options.items() if value is not None}
     given = chosen.pop("tile_policy", {})

@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from tessera_client import AsyncClient, AsyncStream, Delta, InvalidRequest, TesseraClientError
 from tessera_gateway import protocol, translation
 from tessera_gateway.errors import REQUEST_ID, ApiError, from_wire, renamed
+from tessera_gateway.keys import ANYBODY, KEY
 from tessera_gateway.metrics import COMPLETIONS, MODEL, STATUS, USAGE
 from tessera_gateway.pictures_from import Fetcher
 from tessera_gateway.request import STOPPING, all_of, read, require_json, unless_gone
@@ -84,7 +85,10 @@ async def _in_turn(request: Request, asked: protocol.ChatRequest) -> SdkCall:
     conversation, options = await sdk_call(asked, state.settings, state.fetcher)
     priority = options[0].get("priority", 0)
     turn = await state.turns.take(request.scope, priority, len(options))
-    return conversation, options if turn == priority else [each | {"priority": turn} for each in options]
+    own = {"priority": turn} if turn != priority else {}
+    pool = request.scope.get(KEY, ANYBODY).pool
+    own |= {"draft_pool": pool} if pool else {}
+    return conversation, [each | own for each in options]
 
 
 async def _events(request: Request, form: translation.Completion, streams: list[AsyncStream]) -> Response:

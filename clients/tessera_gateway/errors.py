@@ -114,6 +114,7 @@ FIELDS = {
     "tile_policy": "tessera.tile_policy",
     "logprobs": "top_logprobs",
     "no_repeat_ngram_size": "vllm_xargs.no_repeat_ngram_size",
+    "draft": "vllm_xargs.draft",
     "min_pixels": "mm_processor_kwargs.min_pixels",
     "max_pixels": "mm_processor_kwargs.max_pixels",
 }

@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails
 from tessera_gateway.errors import ApiError
 
 NOT_SERVED = (
-    *("audio", "function_call", "functions", "modalities", "moderation", "prediction"),
+    *("audio", "function_call", "functions", "modalities", "moderation"),
     *("prompt_cache_retention", "reasoning_effort", "verbosity", "web_search_options"),
     *("guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern", "structured_outputs.grammar"),
     *("background", "conversation", "include", "max_tool_calls", "prompt", "reasoning"),  # of /v1/responses
@@ -201,10 +201,22 @@ class StructuredOutputs(Part):
 
 
 class VllmArguments(Part):
-    """``vllm_xargs``: what vLLM hands to its plug-ins, of which one is known here."""
+    """``vllm_xargs``: what vLLM hands to its plug-ins, of which two are known here."""
 
     no_repeat_ngram_size: int | None = None
+    draft: str | None = None
     debug: Literal[False] | None = None  # mineru-vl-utils sends it
+
+
+class Prediction(Part):
+    """What much of the answer is known to be, OpenAI's name for a draft."""
+
+    type: Literal["content"]
+    content: StringOr[Several[Text]]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class ProcessorArguments(Part):
@@ -272,6 +284,7 @@ class ChatRequest(Harmless):
     response_format: Format[JsonSchema] | None = None
     tools: Annotated[Several[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
+    prediction: Prediction | None = None
 
     top_k: int | None = None
     min_p: float | None = None
@@ -302,6 +315,8 @@ class ChatRequest(Harmless):
             raise ValueError("top_logprobs needs logprobs: true")
         if self.max_tokens is not None and self.max_tokens != self.limit:
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
+        if self.prediction is not None and self.vllm_xargs is not None and self.vllm_xargs.draft is not None:
+            raise ValueError("prediction and vllm_xargs.draft are the same; send one of them")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
         names = [tool.function.name for tool in self.tools or ()]

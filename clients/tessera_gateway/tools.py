@@ -227,7 +227,13 @@ def shape(request: ChatRequest) -> dict[str, Any]:
 
 
 def names(request: ChatRequest) -> dict[str, str]:
-    """What a refusal is to call the field that says what the answer must be, by what it calls it."""
+    """What a refusal is to call the fields that say what the answer must be or is likely to be, by what it calls
+    them."""
+    likely = {FIELDS["draft"]: "prediction"} if request.prediction else {}
+    return likely | _names_of_shape(request)
+
+
+def _names_of_shape(request: ChatRequest) -> dict[str, str]:
     for path, option, _ in _asked(request):
         if path == "tools":
             calls = calling(request)

@@ -37,7 +37,9 @@ def sampling(request: ChatRequest, max_tokens: int | None) -> list[dict[str, Any
     if request.logprobs:
         options["logprobs"] = request.top_logprobs or 0
     if request.vllm_xargs:
-        options["no_repeat_ngram_size"] = request.vllm_xargs.no_repeat_ngram_size
+        options |= request.vllm_xargs.model_dump(include={"no_repeat_ngram_size", "draft"})
+    if request.prediction:
+        options["draft"] = request.prediction.text
     if request.mm_processor_kwargs:
         options |= request.mm_processor_kwargs.model_dump()
     if request.tessera:

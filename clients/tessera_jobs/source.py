@@ -237,7 +237,7 @@ def _options(body: dict[str, Any]) -> dict[str, Any]:
         raise InvalidRequest("logprobs must be true or false, and top_logprobs needs logprobs: true")
     options |= _form(rest.pop("response_format", {"type": "text"}))
     own = _part("tessera", rest.pop("tessera", {}), ("choices", "regex", "tile_policy"))
-    own |= _part("vllm_xargs", rest.pop("vllm_xargs", {}), ("no_repeat_ngram_size",))
+    own |= _part("vllm_xargs", rest.pop("vllm_xargs", {}), ("no_repeat_ngram_size", "draft"))
     own |= _part("mm_processor_kwargs", rest.pop("mm_processor_kwargs", {}), ("min_pixels", "max_pixels"))
     if rest:
         raise InvalidRequest(f"body.{min(rest)} is not known here", f"leave {', '.join(sorted(rest))} out")

@@ -42,6 +42,8 @@ READ = {
     "min_p": ("0.1", 0.1),
     "stop_token_ids": ([3, 9], (3, 9)),
     "logit_bias": ({"5": -100, "7": "1.5"}, ((5, -100.0), (7, 1.5))),
+    "draft": ("x" * 65536, "x" * 65536),
+    "draft_pool": ("7", "7"),
 }
 
 
@@ -88,7 +90,7 @@ def test_labels_that_are_no_choice(choices, message):
 
 @pytest.mark.parametrize(
     "other",
-    [{"min_p": 0.5}, {"stop_token_ids": [5]}, {"logit_bias": {"5": 1}}]
+    [{"min_p": 0.5}, {"stop_token_ids": [5]}, {"logit_bias": {"5": 1}}, {"draft": "yes"}]
     + [{"temperature": 0.5}, {"stop": "."}, {"min_tokens": 1}, {"ignore_eos": True}, {"logprobs": 0}]
     + [{name: 2} for name in PENALTIES],
 )
@@ -122,6 +124,8 @@ WRONG = {
         {"5": 1, "05": 2},
         {str(token): 1 for token in range(1025)},
     ],
+    "draft": [7, ["a"], "x" * 65537, "\ud800"],
+    "draft_pool": [7, "x" * 129],
     "beam_width": [2],
 }
 

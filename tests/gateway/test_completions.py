@@ -103,6 +103,7 @@ def test_pictures_system_prompts_and_turns() -> None:
     ]
 
 
+TEXT = {"type": "text", "text": "a door"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 HARMLESS: dict[str, Any] = {
     "user": "me",
@@ -133,6 +134,9 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (HARMLESS, {}),
     ({"n": 1, "stream": False, "temperature": None, "tools": None, "user": None}, {}),
     ({"vllm_xargs": {"no_repeat_ngram_size": 20, "debug": False}}, {"no_repeat_ngram_size": 20}),
+    ({"vllm_xargs": {"draft": "a door"}}, {"draft": "a door"}),
+    ({"vllm_xargs": {"draft": None}, "prediction": {"type": "content", "content": "a door"}}, {"draft": "a door"}),
+    ({"prediction": {"type": "content", "content": [TEXT, TEXT]}}, {"draft": "a doora door"}),
     ({"mm_processor_kwargs": {"min_pixels": 784, "max_pixels": 7840}}, {"min_pixels": 784, "max_pixels": 7840}),
     ({"response_format": {"type": "text"}}, {}),
     ({"response_format": {"type": "json_object"}}, {"json_object": True}),

@@ -48,6 +48,7 @@ CODES = {
 }
 """By the words of a refusal; with others it is invalid_value."""
 SAVE = function("save")
+PREDICTION = {"type": "content", "content": "a"}
 ELSEWHERE = [{"role": "user", "content": [{"type": "input_image", "image_url": "http://elsewhere/a.jpg"}]}]
 REFUSED: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
     "chat/completions": [
@@ -57,6 +58,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
         ({"n": 9}, "n", "less than or equal to 8"),
         ({"guided_json": 5}, "guided_json", "should be an object"),
         ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "guided_json and guided_regex exclude each other"),
+        ({"vllm_xargs": {"draught": "a"}}, "vllm_xargs.draught", "is not known"),
+        ({"vllm_xargs": {"draft": 5}}, "vllm_xargs.draft", "valid string"),
+        ({"prediction": {"type": "tokens", "content": "a"}}, "prediction.type", "'content'"),
+        ({"prediction": PREDICTION | {"content": [{"type": "image_url", "text": "a"}]}}, "prediction.content[0].type",
+         "'text'"),
+        ({"prediction": PREDICTION, "vllm_xargs": {"draft": "a"}}, None, "vllm_xargs.draft are the same"),
         ({"temperature": "0"}, "temperature", "valid number"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "bot", "content": "a"}]}, "messages[0].role", "'system', 'developer', 'user'"),

@@ -118,6 +118,7 @@ RING = {"type": "function", "function": {"name": "ring"}}
 SAVE = {"type": "function", "function": {"name": "save", "parameters": SCHEMA}}
 NAMED = {"type": "function", "function": {"name": "save"}}
 FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+PREDICTION = {"type": "content", "content": "a"}
 RESPONSE: dict[str, Any] = {"input": "?", "max_output_tokens": 1}
 
 
@@ -128,6 +129,8 @@ RESPONSE: dict[str, Any] = {"input": "?", "max_output_tokens": 1}
         (RESPONSE, SAMPLING + "max_tokens must be above 0", "max_output_tokens", "max_output_tokens must be above 0"),
         ({}, SAMPLING + "regex: unclosed group (character 1)", "tessera.regex", "tessera.regex: unclosed"),
         ({}, SAMPLING + "choices[1] has a lone surrogate", "tessera.choices[1]", "tessera.choices[1] has"),
+        ({}, SAMPLING + "draft has 70000 characters", "vllm_xargs.draft", "vllm_xargs.draft has 70000"),
+        ({"prediction": PREDICTION}, SAMPLING + "draft has 70000 characters", "prediction", "prediction has 70000"),
         ({}, SAMPLING + "logprobs is 99; it must be 20 or less", "top_logprobs", "top_logprobs is 99"),
         ({}, "choices need a checkpoint that names", "tessera.choices", "tessera.choices need a"),
         ({}, "messages[2].content[0]: role must be one", "messages[2].content[0]", "messages[2].content[0]: role"),

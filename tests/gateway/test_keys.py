@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,16 @@ def test_a_line_that_is_not_understood_is_refused_by_its_number(tmp_path: Path, 
 def test_keys_have_names_rates_and_shares(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("# ours\none\n\n  two  \nthree name=t rate=6 share=0.5\n")
     assert read_keys(tmp_path / "keys") == [Key(b"one", "key1"), Key(b"two", "key2"), Key(b"three", "t", 6.0, 0.5)]
+
+
+def test_answers_of_one_key_may_be_drafts_of_its_others_alone(guarded: Asked) -> None:
+    for header in ("Bearer first-key", "Bearer first-key", "Bearer second-key"):
+        guarded("POST", "/v1/chat/completions", headers={"Authorization": header}, **ASK)
+    one, same, other = (json.loads(request.sampling)["draft_pool"] for request, *_ in guarded.fake.requests)
+    assert one == same != other and "first" not in one
+    open_to_all = gateway()
+    open_to_all("POST", "/v1/chat/completions", **ASK)
+    assert "draft_pool" not in json.loads(open_to_all.fake.requests[0][0].sampling or "{}")
 
 
 def test_each_worker_has_its_part() -> None:

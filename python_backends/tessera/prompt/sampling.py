@@ -27,6 +27,8 @@ MAX_CHOICES = 64
 MAX_CHOICE_CHARACTERS = 256
 MAX_REGEX_CHARACTERS = 8192
 MAX_SCHEMA_CHARACTERS = 65536
+MAX_DRAFT_CHARACTERS = 65536
+MAX_POOL_CHARACTERS = 128
 LARGEST = 2**63 - 1  # an int64, as which whole numbers come to the device
 # Keys of a request's sampling_parameters that say how finely its pictures are cut; a model family knows some of them.
 POLICY_KEYS = ("tile_policy", "min_pixels", "max_pixels")
@@ -37,6 +39,7 @@ PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "no_
 # What has no meaning where the answer is one of the choices.
 EXCLUDED_BY_CHOICES = (
     *("temperature", "min_p", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "logprobs", "logit_bias"),
+    "draft",
     *PENALTIES,
 )
 # What an answer must be; one request has one of them. The last three constrain it (see tessera.prompt.grammar).
@@ -151,10 +154,13 @@ def _choices(name: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _regex(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise InvalidRequest(f"sampling_parameters: {name} must be a string, not {value!r:.50}")
-    return _text(name, value, MAX_REGEX_CHARACTERS)
+def _string(most: int) -> Callable[[str, Any], str]:
+    def read(name: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise InvalidRequest(f"sampling_parameters: {name} must be a string, not {value!r:.50}")
+        return _text(name, value, most)
+
+    return read
 
 
 def _json_schema(name: str, value: Any) -> str:
@@ -211,6 +217,9 @@ class SamplingParameters:
     ``regex``, ``json_schema`` (JSON text) or ``json_object`` (any JSON object): what the whole answer must match,
     unless max_tokens or a stop string ends it early. ``logprobs`` are then the model's own too: of tokens that are not
     allowed as well.
+
+    ``draft``: text that the answer is likely to have. ``draft_pool``: a name; what answers of requests with the same
+    name had in common with this one is likely too. Both change how soon an answer is there, never the answer.
     """
 
     max_tokens: int | None = _key(None, _integer(1))
@@ -230,12 +239,14 @@ class SamplingParameters:
     no_repeat_ngram_size: int = _key(0, _integer(0))
     priority: int = _key(0, _integer(-(2**63)))
     choices: tuple[str, ...] | None = _key(None, _choices)
-    regex: str | None = _key(None, _regex)
+    regex: str | None = _key(None, _string(MAX_REGEX_CHARACTERS))
     json_schema: str | None = _key(None, _json_schema)
     json_object: bool = _key(False, _flag)
     min_p: float = _key(0.0, _real(0, 1))
     stop_token_ids: tuple[int, ...] = _key((), _stop_token_ids)
     logit_bias: tuple[tuple[int, float], ...] = _key((), _logit_bias)
+    draft: str | None = _key(None, _string(MAX_DRAFT_CHARACTERS))
+    draft_pool: str | None = _key(None, _string(MAX_POOL_CHARACTERS))
 
     @property
     def least_room(self) -> int:
