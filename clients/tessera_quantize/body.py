@@ -90,9 +90,7 @@ class Body:
                 except TensorError as error:
                     name = self.stored[f"model.layers.{index}.{name}"]
                     raise CheckpointError(f"weights of a layer: {name}: {error}") from None
-                apart = {
-                    f"{module.removeprefix(layer.prefix)}.weight": each["weight"] for module, each in split.items()
-                }
+                apart = {module.removeprefix(layer.prefix): weight for module, weight in split.items()}
                 if not apart.keys() & found.keys():  # stored twice they are refused by load
                     del found[name]
                     found |= apart

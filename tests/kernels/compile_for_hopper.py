@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tessera.kernels.experts import _arrange, _down_of_experts, _gate_up_of_experts, _route, plan_grouped
+from tessera.kernels.experts import _arrange, _grouped, _route, plan_grouped
 from tessera.kernels.gate_up_silu import GateUpPlan, _gate_up_silu
 from tessera.kernels.w4a16 import W4Plan, _swizzled, _w4a16
 
@@ -74,9 +74,9 @@ def experts(pairs: int, form: str) -> None:
         "weight": f"*{form}",
         "scales": "*i32" if packed else "*fp32",
         **dict.fromkeys(("pairs", "bounds"), "*i32"),
-        **dict.fromkeys(("pair_weights", "out"), "*bf16"),
-        "parts": "*fp32" if plan.rows < 64 else "*bf16",
-        **dict.fromkeys(("size", "tokens", "n", "k", "all_rows"), "i32"),
+        "k": "i32",
+        "all_rows": "i32",
+        "n": "i32",
         **({"x_scales": "*fp32"} if scaled else {}),
     }
     if not (scaled or packed):
@@ -91,10 +91,11 @@ def experts(pairs: int, form: str) -> None:
         **plan.launch,
     }
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-    for kernel in (_gate_up_of_experts, _down_of_experts):
-        own = {name: kind for name, kind in signature.items() if name in kernel.arg_names}
-        none = {name: None for name in ("x_scales", "scales") if name not in own}
-        compile_for_hopper(ASTSource, kernel, own, {**constants, **none}, "wgmma.mma_async", **options)
+    down = {"pair_weights": "*bf16", "tokens": "i32", "out": "*fp32" if plan.rows < 64 else "*bf16"}
+    for gate, more in ((True, {"out": "*bf16"}), (False, down)):
+        own = {**signature, **more}
+        none = {name: None for name in ("x_scales", "scales", "pair_weights", "tokens") if name not in own}
+        compile_for_hopper(ASTSource, _grouped, own, {**constants, **none, "GATE": gate}, "wgmma.mma_async", **options)
 
 
 def routing() -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from measured_fakes import fill
 from packers import awq, gptq
 
+from tessera.checkpoint.config import ExpertsConfig
 from tessera.checkpoint.weights import TensorError
 from tessera.errors import CheckpointError
 from tessera.kernels import reference
@@ -23,6 +24,7 @@ from tessera.linear.scheme import LinearScheme
 from tessera.linear.unquantized import Unquantized
 
 EXPERTS, PICKED, HIDDEN, INNER = 4, 2, 128, 64
+CONFIG = ExpertsConfig(EXPERTS, PICKED, INNER, True, decoder_sparse_step=1, mlp_only_layers=())
 GENERATOR = torch.Generator().manual_seed(3)
 GATES = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=GENERATOR) / HIDDEN**0.5
 DOWNS = torch.randn(EXPERTS, HIDDEN, INNER, generator=GENERATOR) / INNER**0.5
@@ -31,9 +33,8 @@ SCORES = torch.randn(9, EXPERTS, generator=GENERATOR)
 
 
 def experts(scheme: Callable[[], LinearScheme], down: bool = False) -> Experts:
-    names = (("down_proj",), "down_proj", HIDDEN) if down else (("gate_proj", "up_proj"), "gate_up_proj", INNER)
-    inputs, cpu = INNER if down else HIDDEN, torch.device("cpu")
-    return Experts(inputs, "experts.", *names, EXPERTS, PICKED, lambda modules: scheme(), torch.float32, cpu)
+    kind, cpu = "down" if down else "gate_up", torch.device("cpu")
+    return Experts("experts.", kind, HIDDEN, CONFIG, lambda modules: scheme(), torch.float32, cpu)
 
 
 def stored(down: bool = False) -> dict[str, torch.Tensor]:

@@ -62,16 +62,13 @@ def plan_grouped(
     Tiles hold twice an expert's share, so that few experts need two and read their weights again.
     """
     rows = min(max(16, triton.next_power_of_2(2 * pairs // experts)), 64 if packed else 128)
-    divisor = k & -k  # the largest power of two that divides k
-    columns, warps, stages, depth = 128, 4, 3, min(divisor, 128 // size)
+    depth = 256 if rows == 16 and k * size > 1024 and not packed else 128
+    depth = min(k & -k, depth // size)  # the former: the largest power of two that divides k
     if packed:  # a block has four chunks of x; there are two sums, so that more rows would spill
-        warps, stages = 8, 4 if rows == 16 else 3
+        columns, warps, stages = 128, 8, 4 if rows == 16 else 3
         held = (columns + 4 * rows) * 128
     else:
-        if rows == 128:
-            columns, warps, stages = 256, 8, 4
-        elif rows == 16 and k * size > 1024:
-            depth = min(divisor, 256 // size)
+        columns, warps, stages = (256, 8, 4) if rows == 128 else (128, 4, 3)
         held = (columns + rows) * depth * size
     return GroupedPlan(rows, columns, depth, warps, min(stages, max(1, shared_memory // held)))
 
@@ -81,22 +78,17 @@ def _shared_memory(device: torch.device) -> int:
     """Bytes that a program may have."""
     if device.type != "cuda":
         return _HOPPER
-    number = torch.cuda.current_device() if device.index is None else device.index
-    return int(triton.runtime.driver.active.utils.get_device_properties(number)["max_shared_mem"])
+    return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 def route(logits: torch.Tensor, picked: int, normalize: bool) -> Routing:
     """As :func:`tessera.kernels.reference.route`; ``logits`` contiguous, else ValueError."""
     if not logits.is_contiguous() or not 1 <= picked <= logits.shape[1]:
         raise ValueError(f"route: contiguous logits [tokens, experts] and 1 to experts picked, not {picked}")
-    (tokens, experts), device = logits.shape, logits.device
-    ids = torch.empty(tokens * picked, dtype=torch.int32, device=device)
-    routing = Routing(
-        torch.empty_like(ids),
-        torch.empty(experts + 1, dtype=torch.int32, device=device),
-        torch.empty((tokens, picked), dtype=logits.dtype, device=device),
-    )
-    early, block = early_launch(device), triton.next_power_of_2(experts)
+    (tokens, experts), block = logits.shape, triton.next_power_of_2(logits.shape[1])
+    ids = torch.empty(tokens * picked, dtype=torch.int32, device=logits.device)
+    routing = Routing(torch.empty_like(ids), ids.new_empty(experts + 1), logits.new_empty((tokens, picked)))
+    early = early_launch(logits.device)
     if tokens:
         shape = {"PICKED": picked, "PLACES": triton.next_power_of_2(picked), "BLOCK": block, "NORMALIZE": normalize}
         _route[(tokens,)](logits, ids, routing.weights, experts, **shape, num_warps=1, **early)
@@ -113,71 +105,58 @@ def grouped_gate_up(
 
     ValueError for shapes, dtypes or strides that the kernel cannot take.
     """
-    operands, k, all_rows, plan, options = _check(x, weights, routing, plan)
-    size = all_rows // (len(routing.bounds) - 1) // 2
-    out = torch.empty((len(routing.pairs), size), dtype=routing.weights.dtype, device=routing.pairs.device)
-    grid = triton.cdiv(size, plan.columns // 2), _most_tiles(routing, plan.rows)
-    if len(out):
-        _gate_up_of_experts[grid](*operands, routing.pairs, routing.bounds, out, size, k, all_rows, **options)
-    return out
+    return _multiply(x, weights, routing, plan, gate=True)
 
 
 def grouped_down(
     x: torch.Tensor | Fp8Rows, weights: StoredWeights, routing: Routing, plan: GroupedPlan | None = None
 ) -> Partials:
     """As :func:`tessera.kernels.reference.grouped_down`, and :func:`grouped_gate_up`."""
-    operands, k, all_rows, plan, options = _check(x, weights, routing, plan)
-    (tokens, picked), n = routing.weights.shape, all_rows // (len(routing.bounds) - 1)
-    dtype = routing.weights.dtype
-    shape = (picked, tokens, n)
-    parts = torch.empty(shape, dtype=dtype if tokens > MAX_ROWS else torch.float32, device=routing.pairs.device)
-    grid = triton.cdiv(n, plan.columns), _most_tiles(routing, plan.rows)
-    if tokens:
-        _down_of_experts[grid](*operands, *routing, parts, tokens, n, k, all_rows, **options)
-    return Partials(parts, None, dtype)
+    return Partials(_multiply(x, weights, routing, plan, gate=False), None, routing.weights.dtype)
 
 
-def _most_tiles(routing: Routing, rows: int) -> int:
-    """Each expert that sees a token has one tile, and one more for each ``rows`` further pairs."""
-    pairs = len(routing.pairs)
-    touched = min(pairs, len(routing.bounds) - 1)
-    return touched + (pairs - touched) // rows
-
-
-def _check(
-    x: torch.Tensor | Fp8Rows, weights: StoredWeights, routing: Routing, plan: GroupedPlan | None
-) -> tuple[tuple[torch.Tensor | None, ...], int, int, GroupedPlan, dict[str, int | bool]]:
-    """What the kernels take of both operands, k, the rows of the weights, the plan and the options of a launch."""
-    experts, chunk, group = len(routing.bounds) - 1, 0, 1
-    scales: torch.Tensor | None
+def _multiply(
+    x: torch.Tensor | Fp8Rows, weights: StoredWeights, routing: Routing, plan: GroupedPlan | None, gate: bool
+) -> torch.Tensor:
+    """[pairs, size] if ``gate``, else parts [picked, tokens, n]."""
+    pairs, experts = len(routing.pairs), len(routing.bounds) - 1
+    (tokens, picked), dtype = routing.weights.shape, routing.weights.dtype
     values, x_scales = x if isinstance(x, Fp8Rows) else (x, None)
+    scales: torch.Tensor | None
     if isinstance(weights, PackedW4):
-        (rows, k), stored, scales = weights.shape, weights.codes, weights.words
+        (rows, k), stored, scales, wanted = weights.shape, weights.codes, weights.words, dtype
         chunk, group = stored.shape[2], weights.group
     else:
         stored, scales = weights if isinstance(weights, Fp8Rows) else (weights, None)
-        rows, k = stored.shape
-    held = values.itemsize, chunk > 0, _shared_memory(values.device)
-    plan = plan or plan_grouped(len(routing.pairs), experts, k, *held)
+        (rows, k), wanted, chunk, group = stored.shape, stored.dtype, 0, 1
+    plan = plan or plan_grouped(pairs, experts, k, values.itemsize, chunk > 0, _shared_memory(values.device))
     if values.shape[1] != k or rows % experts or (not chunk and (k % plan.depth or plan.depth * values.itemsize < 32)):
         raise ValueError(
             f"experts: rows of k values and weights [{experts} * n, k], k a multiple of 32 bytes, "
             f"not {list(values.shape)} and {[rows, k]}"
         )
-    alike = values.itemsize > 1 if chunk else values.dtype == stored.dtype
-    if not alike or (x_scales is None) != (chunk > 0 or scales is None):
+    if values.dtype != wanted or isinstance(x, Fp8Rows) != isinstance(weights, Fp8Rows):
         raise ValueError(f"experts: x and weights of one form, not {values.dtype} and {stored.dtype}")
     if not (values.is_contiguous() and stored.is_contiguous()):
         raise ValueError("experts: x and weights must be contiguous")
-    own = {
-        "PICKED": routing.weights.shape[1],
-        "EXPERTS": experts,
-        "CHUNK": chunk,
-        "GROUP": group,
-        "PTX": values.is_cuda,
-    }
-    options = {**own, **plan.launch, **early_launch(values.device)}
-    return (values, x_scales, stored, scales), k, rows, plan, options
+    n, columns = rows // experts, plan.columns
+    if gate:
+        n, columns = n // 2, columns // 2
+    out = torch.empty(
+        (pairs, n) if gate else (picked, tokens, n),
+        dtype=dtype if gate or tokens > MAX_ROWS else torch.float32,
+        device=values.device,
+    )
+    touched = min(pairs, experts)  # each has one tile, and one more for every ``plan.rows`` further pairs
+    weighted = None if gate else routing.weights, out, None if gate else tokens
+    if tokens:
+        _grouped[triton.cdiv(n, columns), touched + (pairs - touched) // plan.rows](
+            *(values, x_scales, stored, scales, routing.pairs, routing.bounds, *weighted, n, k, rows),
+            *(picked, experts, chunk, group, values.is_cuda, gate),
+            **plan.launch,
+            **early_launch(values.device),
+        )
+    return out
 
 
 @triton.jit
@@ -241,41 +220,6 @@ def _tile(bounds, EXPERTS: tl.constexpr, ALL: tl.constexpr, BLOCK_M: tl.constexp
 
 
 @triton.jit
-def _product(
-    x, x_scales, weight, scales, x_rows, weight_rows, k, all_rows,
-    CHUNK: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """W[weight_rows] x[x_rows]^T -> float32 [BLOCK_N, BLOCK_M]."""
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    x_at, weight_rows = x + x_rows.to(tl.int64)[None, :] * k, weight_rows.to(tl.int64)
-    if CHUNK:
-        column = tl.arange(0, CHUNK)
-        x_at += column[:, None]
-        weight_at = weight + weight_rows[:, None] * CHUNK + column[None, :]
-        for block in range(k // (4 * CHUNK)):
-            codes = tl.load(weight_at)
-            for part in tl.static_range(4):
-                words = tl.load(scales + (block * 4 + part) * CHUNK // GROUP * all_rows.to(tl.int64) + weight_rows)
-                values = _widen(codes, words & _ZERO_MASK, part, x.dtype.element_ty, PTX)
-                sums = tl.dot(values, tl.load(x_at + part * CHUNK), input_precision="ieee")
-                total += (words & ~_ZERO_MASK).to(tl.float32, bitcast=True)[:, None] * sums
-            weight_at += all_rows.to(tl.int64) * CHUNK
-            x_at += 4 * CHUNK
-    else:
-        column = tl.arange(0, BLOCK_K)
-        x_at += column[:, None]
-        weight_at = weight + weight_rows[:, None] * k + column[None, :]
-        for _ in range(k // BLOCK_K):
-            total = tl.dot(tl.load(weight_at), tl.load(x_at), total, input_precision="ieee")
-            weight_at += BLOCK_K
-            x_at += BLOCK_K
-        if scales is not None:
-            total *= tl.load(scales + weight_rows)[:, None] * tl.load(x_scales + x_rows)[None, :]
-    return total
-
-
-@triton.jit
 def _widen(codes, zeros, NIBBLE: tl.constexpr, HALF: tl.constexpr, PTX: tl.constexpr):
     """A nibble of int16 codes [n, chunk] less zero points int32 [n] -> HALF [n, chunk], exact; two in two instructions
     and a shift by ``PTX``, which an interpreter has not."""
@@ -289,51 +233,64 @@ def _widen(codes, zeros, NIBBLE: tl.constexpr, HALF: tl.constexpr, PTX: tl.const
     return tl.inline_asm_elementwise(assembly, "=r,r,r", [codes, half], dtype=half.dtype, is_pure=True, pack=2)
 
 
-@triton.jit
-def _gate_up_of_experts(
-    x, x_scales, weight, scales, pairs, bounds, out, size, k, all_rows,
-    PICKED: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One program a tile of pairs by BLOCK_N / 2 gates and their ups, rows of one tile in turn: gate, up, gate, ..."""
-    wait_for_previous(EARLY)
-    expert, first, stop = _tile(bounds, EXPERTS, triton.next_power_of_2(EXPERTS), BLOCK_M)
-    if first >= stop:
-        return
-    HALF: tl.constexpr = BLOCK_N // 2
-    start = tl.program_id(0) * HALF
-    tile_row = tl.arange(0, BLOCK_N)
-    weight_rows = expert * 2 * size + tl.minimum(start + tile_row // 2, size - 1) + tile_row % 2 * size
-    row, column = first + tl.arange(0, BLOCK_M), start + tl.arange(0, HALF)
-    # Rows past the expert's repeat its last one: loads without masks.
-    x_rows = tl.load(pairs + tl.minimum(row, stop - 1)) // PICKED
-    total = _product(
-        x, x_scales, weight, scales, x_rows, weight_rows, k, all_rows, CHUNK, GROUP, PTX, BLOCK_M, BLOCK_N, BLOCK_K
-    )
-    total = total.to(out.dtype.element_ty)
-    gate, up = total.reshape(HALF, 2, BLOCK_M).permute(0, 2, 1).split()
-    inside = (column < size)[:, None] & (row < stop)[None, :]
-    tl.store(out + row.to(tl.int64)[None, :] * size + column[:, None], gated(gate, up), mask=inside)
-
-
 @triton.jit(do_not_specialize=["tokens"])
-def _down_of_experts(
-    x, x_scales, weight, scales, pairs, bounds, pair_weights, parts, tokens, n, k, all_rows,
+def _grouped(
+    x, x_scales, weight, scales, pairs, bounds, pair_weights, out, tokens, n, k, all_rows,
     PICKED: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+    GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile; ``parts`` [PICKED, tokens, n]."""
+    """One program a tile of pairs by BLOCK_N rows of weights: W x^T -> float32 [BLOCK_N, BLOCK_M], then the end.
+
+    ``GATE``: of BLOCK_N / 2 gates and their ups in turn (gate, up, gate, ...); x has a row a token, ``out`` is
+    [pairs, n]. Else x has a row a pair, and ``out`` is [PICKED, tokens, n].
+    """
     wait_for_previous(EARLY)
     expert, first, stop = _tile(bounds, EXPERTS, triton.next_power_of_2(EXPERTS), BLOCK_M)
     if first >= stop:
         return
-    row, column = first + tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_rows, weight_rows = tl.minimum(row, stop - 1), expert * n + tl.minimum(column, n - 1)
-    total = _product(
-        x, x_scales, weight, scales, x_rows, weight_rows, k, all_rows, CHUNK, GROUP, PTX, BLOCK_M, BLOCK_N, BLOCK_K
-    )
-    pair = tl.load(pairs + x_rows)
-    total *= tl.load(pair_weights + pair).to(tl.float32)[None, :]
-    place = (pair % PICKED).to(tl.int64) * tokens + pair // PICKED
-    inside = (column < n)[:, None] & (row < stop)[None, :]
-    tl.store(parts + place[None, :] * n + column[:, None], total.to(parts.dtype.element_ty), mask=inside)
+    # Rows past the expert's repeat its last one, and columns past the end the last column: loads without masks.
+    if GATE:
+        HALF: tl.constexpr = BLOCK_N // 2
+        start = tl.program_id(0) * HALF
+        tile_row = tl.arange(0, BLOCK_N)
+        weight_rows = expert * 2 * n + tl.minimum(start + tile_row // 2, n - 1) + tile_row % 2 * n
+        row, column = first + tl.arange(0, BLOCK_M), start + tl.arange(0, HALF)
+        x_rows = tl.load(pairs + tl.minimum(row, stop - 1)) // PICKED
+    else:
+        row, column = first + tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        x_rows, weight_rows = tl.minimum(row, stop - 1), expert * n + tl.minimum(column, n - 1)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    x_at, weight_rows = x + x_rows.to(tl.int64)[None, :] * k, weight_rows.to(tl.int64)
+    if CHUNK:
+        depth = tl.arange(0, CHUNK)
+        x_at += depth[:, None]
+        weight_at = weight + weight_rows[:, None] * CHUNK + depth[None, :]
+        for block in range(k // (4 * CHUNK)):
+            codes = tl.load(weight_at)
+            for part in tl.static_range(4):
+                words = tl.load(scales + (block * 4 + part) * CHUNK // GROUP * all_rows.to(tl.int64) + weight_rows)
+                values = _widen(codes, words & _ZERO_MASK, part, x.dtype.element_ty, PTX)
+                sums = tl.dot(values, tl.load(x_at + part * CHUNK), input_precision="ieee")
+                total += (words & ~_ZERO_MASK).to(tl.float32, bitcast=True)[:, None] * sums
+            weight_at += all_rows.to(tl.int64) * CHUNK
+            x_at += 4 * CHUNK
+    else:
+        depth = tl.arange(0, BLOCK_K)
+        x_at += depth[:, None]
+        weight_at = weight + weight_rows[:, None] * k + depth[None, :]
+        for _ in range(k // BLOCK_K):
+            total = tl.dot(tl.load(weight_at), tl.load(x_at), total, input_precision="ieee")
+            weight_at += BLOCK_K
+            x_at += BLOCK_K
+        if scales is not None:
+            total *= tl.load(scales + weight_rows)[:, None] * tl.load(x_scales + x_rows)[None, :]
+    if GATE:
+        gate, up = total.to(out.dtype.element_ty).reshape(HALF, 2, BLOCK_M).permute(0, 2, 1).split()
+        inside = (column < n)[:, None] & (row < stop)[None, :]
+        tl.store(out + row.to(tl.int64)[None, :] * n + column[:, None], gated(gate, up), mask=inside)
+    else:
+        pair = tl.load(pairs + x_rows)
+        total *= tl.load(pair_weights + pair).to(tl.float32)[None, :]
+        place = (pair % PICKED).to(tl.int64) * tokens + pair // PICKED
+        inside = (column < n)[:, None] & (row < stop)[None, :]
+        tl.store(out + place[None, :] * n + column[:, None], total.to(out.dtype.element_ty), mask=inside)

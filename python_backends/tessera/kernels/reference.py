@@ -174,15 +174,13 @@ def route(logits: torch.Tensor, picked: int, normalize: bool) -> Routing:
 def grouped_gate_up(x: torch.Tensor | Fp8Rows, weights: StoredWeights, routing: Routing) -> torch.Tensor | Fp8Rows:
     """x [tokens, k], weights [experts * 2 * size, k], of each expert gate first -> silu(gate) * up [pairs, size], in
     the order of ``routing.pairs``."""
-    rows = x.dequantized() if isinstance(x, Fp8Rows) else x
-    product = _grouped(rows[routing.pairs // routing.weights.shape[1]], weights, routing.bounds)
+    product = _grouped(_plain(x)[routing.pairs // routing.weights.shape[1]], weights, routing.bounds)
     return silu_and_multiply(product.to(routing.weights.dtype))
 
 
 def grouped_down(x: torch.Tensor | Fp8Rows, weights: StoredWeights, routing: Routing) -> Partials:
     """x [pairs, k], weights [experts * n, k] -> [tokens, n], the sum of each token's pairs by their weights."""
-    product = _grouped(x.dequantized() if isinstance(x, Fp8Rows) else x, weights, routing.bounds)
-    tokens, picked = routing.weights.shape
+    product, (tokens, picked) = _grouped(_plain(x), weights, routing.bounds), routing.weights.shape
     weighted = torch.empty_like(product)
     weighted[routing.pairs] = product * routing.weights.float().flatten()[routing.pairs, None]
     parts = weighted.unflatten(0, (tokens, picked)).transpose(0, 1).contiguous()
@@ -191,13 +189,15 @@ def grouped_down(x: torch.Tensor | Fp8Rows, weights: StoredWeights, routing: Rou
 
 def _grouped(rows: torch.Tensor, weights: StoredWeights, bounds: torch.Tensor) -> torch.Tensor:
     """rows [pairs, k], of each expert between its ``bounds``, by its weights -> float32 [pairs, n]."""
-    whole = unpack(weights) if isinstance(weights, PackedW4) else weights
-    values, ends = whole.values if isinstance(whole, Fp8Rows) else whole, bounds.tolist()
-    n = len(values) // (len(ends) - 1)
-    product = torch.zeros((len(rows), n), dtype=torch.float32, device=rows.device)
-    for expert, (begin, end) in enumerate(pairwise(ends)):
+    experts = _plain(weights).unflatten(0, (len(bounds) - 1, -1))
+    product = torch.empty((len(rows), experts.shape[1]), dtype=torch.float32, device=rows.device)
+    for weight, (begin, end) in zip(experts, pairwise(bounds.tolist())):
         if begin < end:
-            part = slice(expert * n, (expert + 1) * n)
-            own = Fp8Rows(*(each[part] for each in whole)).dequantized() if isinstance(whole, Fp8Rows) else whole[part]
-            torch.matmul(rows[begin:end].float(), own.float().T, out=product[begin:end])
+            torch.matmul(rows[begin:end].float(), weight.float().T, out=product[begin:end])
     return product
+
+
+def _plain(stored: StoredWeights) -> torch.Tensor:
+    if isinstance(stored, Fp8Rows):
+        return stored.dequantized()
+    return unpack(stored) if isinstance(stored, PackedW4) else stored

@@ -36,16 +36,11 @@ class Qwen3MoeLayer(Qwen3Layer):
         self._experts = config.experts if config.experts.at(index) else None
         if self._experts is None:
             return
-        hidden, inner, prefix = config.hidden_size, self._experts.moe_intermediate_size, f"{self.prefix}mlp."
-        every = self._experts.num_experts, self._experts.num_experts_per_tok, schemes, dtype, device
-
-        def experts(inputs: int, parts: tuple[str, ...], whole: str, size: int) -> Experts:
-            return Experts(inputs, f"{prefix}experts.", parts, whole, size, *every, either_way=self.either_way)
-
-        self.gate_up = experts(hidden, ("gate_proj", "up_proj"), "gate_up_proj", inner)
-        self.down = experts(inner, ("down_proj",), "down_proj", hidden)
+        prefix = f"{self.prefix}mlp."
+        every = config.hidden_size, self._experts, schemes, dtype, device, self.either_way
+        self.gate_up, self.down = (Experts(f"{prefix}experts.", kind, *every) for kind in ("gate_up", "down"))
         rows = {f"{prefix}gate": slice(0, self._experts.num_experts)}
-        self.router = Linear(hidden, rows, False, lambda modules: Unquantized(), dtype, device)
+        self.router = Linear(config.hidden_size, rows, False, lambda modules: Unquantized(), dtype, device)
 
     def feed_forward(
         self, x: torch.Tensor | DeferredProduct, residual: torch.Tensor
