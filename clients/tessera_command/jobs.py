@@ -52,6 +52,8 @@ def add_parse(commands: Any) -> None:
     add("--layout-url", metavar="URL", help=found)
     figures = "ask about figures and charts too, which MinerU2.5-Pro describes and reads"
     add("--image-analysis", action="store_true", help=figures)
+    given = "send no text of a PDF along, and propose nothing of earlier answers: the results are the same, and slower"
+    add("--no-drafts", dest="drafts", action="store_false", help=given)
     changed = "read pages again that another model has read"
     _job_options(add, "seconds to wait for servers (%(default)g)", changed)
 
@@ -136,7 +138,7 @@ def _parse(options: argparse.Namespace) -> int:
         say(str(error))
         return 1
     quiet()
-    how = _of(options, "dpi", "concurrency", "priority", "pages", "password", "force", "patience")
+    how = _of(options, "dpi", "concurrency", "priority", "pages", "password", "force", "patience", "drafts")
     paddle, analysis = options.engine == "paddleocr-vl", options.image_analysis
     meaningless = {"--image-analysis": paddle and analysis, "--layout-url": options.layout_url and not paddle}
     for option, stated in meaningless.items():

@@ -15,6 +15,7 @@ from PIL import Image
 
 from tessera_client.messages import ServedModel
 from tessera_documents.edges import clear_of_letters
+from tessera_documents.text_layer import TextLayer
 from tessera_documents.vlm_client import TesseraVlmClient, known_page, mineru_client
 from tessera_jobs.asker import described
 from tessera_wire.errors import InvalidRequest
@@ -24,6 +25,14 @@ TASKS = {"table": "Table Recognition:", "equation": "Formula Recognition:", "[de
 CHART = "Chart Recognition:"
 GREEDY = SamplingParams(temperature=0.0)
 Blocks = list[ContentBlock]
+
+
+def drafted(blocks: Blocks, text: TextLayer | None) -> Blocks:
+    """Each with what the page's text has of it as its ``draft``."""
+    if text is not None:
+        for block in blocks:
+            block["draft"] = text.draft(block.type, block.bbox, block.angle)
+    return blocks
 
 
 @dataclass
@@ -54,9 +63,10 @@ class Mineru:
         await asyncio.to_thread(clear_of_letters, page, blocks)
         return blocks
 
-    async def read(self, page: Image.Image, *asked: Any) -> Blocks:
+    async def read(self, page: Image.Image, text: TextLayer | None, *asked: Any) -> Blocks:
         """The page's blocks with what they say, in reading order."""
-        return await self.client.aio_extract_with_layout(page, await self.find(page, *asked), *asked)
+        found = drafted(await self.find(page, *asked), text)
+        return await self.client.aio_extract_with_layout(page, found, *asked)
 
     async def check(self, served: Sequence[ServedModel], *asked: Any) -> None:
         """Raises InvalidRequest where the first of the models that are served finds nothing on a page of text."""
@@ -87,9 +97,9 @@ class PaddleOcrVl:
         if self.layout is not None:
             self.layout.use(threads)
 
-    async def read(self, page: Image.Image, *asked: Any) -> Blocks:
+    async def read(self, page: Image.Image, text: TextLayer | None, *asked: Any) -> Blocks:
         found = await self.layout.find(page, *asked) if self.layout else [ContentBlock("text", [0.0, 0.0, 1.0, 1.0])]
-        blocks = await self.client.aio_extract_with_layout(page, found, *asked)
+        blocks = await self.client.aio_extract_with_layout(page, drafted(found, text), *asked)
         await asyncio.gather(*(self._read_chart(page, block, *asked) for block in blocks if block.type == "chart"))
         return blocks
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,10 +22,13 @@ from tessera_client.messages import ServedModel
 from tessera_documents.engine import Mineru, PaddleOcrVl
 from tessera_documents.results import OutputFolder, PageFiles
 from tessera_documents.sources import BadDocument, Document, PageRanges, Source, digest, find, open_document
+from tessera_documents.text_layer import TextLayer
 from tessera_documents.vlm_client import TesseraVlmClient
 from tessera_jobs.asker import Asker, ServersUnavailable, described, for_each, run_job
 from tessera_wire.errors import InvalidRequest
 
+Rendered = tuple[PageFiles, int, Image.Image, TextLayer | None]
+"""A page: where its results go, its number, its picture, and its text where it has any."""
 REQUESTS_PER_PAGE = 4  # that are under way, over a page's life: its layout alone, then a dozen crops at once
 
 
@@ -58,6 +62,7 @@ class Job:
     requests at a time; a quarter as many pages are in memory. priority: of all requests; lower ones are served first.
     pages: which of each document's are read, as :class:`PageRanges` has it; None: all. password: of the PDFs that want
     one. force: reads pages again that another model has read. patience: seconds to wait for a server at the start.
+    drafts: sends what a PDF says of a block along, and proposes what the job's earlier answers had.
     notice: called with what the user should know at once. progress: called with the number of pages that are over, of
     pages in all, and how fast they are made.
     """
@@ -74,11 +79,13 @@ class Job:
     patience: float
     notice: Callable[[str], None]
     progress: Callable[[int, int, str], None]
+    drafts: bool = True
 
     def __post_init__(self) -> None:
         self._sources = find(self.paths, self.out)
         self._ranges = PageRanges(self.pages or "1-")
         self._total = 0
+        self._pool = uuid.uuid4().hex if self.drafts else None
         self.tally = Tally()
 
     def run(self) -> Tally:
@@ -94,6 +101,7 @@ class Job:
             return await self._read()
 
     async def _begin(self, vlm: TesseraVlmClient) -> ServedModel:
+        vlm.pool = self._pool
         vlm.asker = asker = Asker(vlm.impatient, self.patience, one_model=True)
         await asker.begin(self.notice)
         return await asker.model()
@@ -154,8 +162,8 @@ class Job:
             words = f"{unknown} pages in {self.out} do not say which model has read them (an earlier version's)"
             self.notice(f"{words}: they are kept; --force reads them again")
 
-    async def _pages(self, sources: Sequence[Source]) -> AsyncGenerator[tuple[PageFiles, int, Image.Image], None]:
-        """Every page that is not complete, rendered."""
+    async def _pages(self, sources: Sequence[Source]) -> AsyncGenerator[Rendered, None]:
+        """Every page that is not complete."""
         for source in sources:
             try:
                 files = await asyncio.to_thread(self._files, source)
@@ -173,19 +181,20 @@ class Job:
                 for page in missing:
                     try:
                         image = await self._in_order(document.render, page, self.dpi)
+                        text = await self._in_order(document.text, page) if self.drafts else None
                     except Exception as error:  # PDFium's, Pillow's or a decoder's
                         await self._end(files, page, f"cannot be rendered: {error or type(error).__name__}")
                     else:
-                        yield files, page, image
+                        yield files, page, image, text
             finally:
                 await self._in_order(document.close)
 
-    async def _work(self, rendered: tuple[PageFiles, int, Image.Image]) -> None:
-        files, page, image = rendered
+    async def _work(self, rendered: Rendered) -> None:
+        files, page, image, text = rendered
         warnings: list[str] = []
         try:
             with logger.contextualize(warnings=warnings):
-                blocks = await self.engine.read(image, self.priority, self._slots)
+                blocks = await self.engine.read(image, text, self.priority, self._slots)
         except ServersUnavailable:
             raise
         except Exception as error:  # the server's refusal, or a fault of MinerU's on odd answers

@@ -20,6 +20,7 @@ import pypdfium2
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from tessera_client.pictures import kind_of, open_checked
+from tessera_documents.text_layer import TextLayer
 from tessera_wire.command_line import missing
 from tessera_wire.errors import InvalidRequest
 
@@ -77,7 +78,8 @@ def _below(folder: Path, out: Path) -> Iterator[Path]:
 
 
 class Pdf:
-    """An open file. Like :class:`Picture` it has its ``pages``' number, and renders one of them (from 0) as RGB."""
+    """An open file. Like :class:`Picture` it has its ``pages``' number, renders one of them (from 0) as RGB, and tells
+    its text."""
 
     def __init__(self, path: Path, password: str | None) -> None:
         self._pdf = pypdfium2.PdfDocument(path, password=password)
@@ -89,6 +91,16 @@ class Pdf:
         try:
             scale = min(dpi / POINTS_PER_INCH, LONGEST_SIDE / max(sheet.get_size()))
             return sheet.render(scale=scale, rev_byteorder=True).to_pil()
+        finally:
+            sheet.close()
+
+    def text(self, page: int) -> TextLayer | None:
+        """None of a scan, and where it cannot be read."""
+        sheet = self._pdf[page]
+        try:
+            return TextLayer.of(sheet)
+        except pypdfium2.PdfiumError:
+            return None
         finally:
             sheet.close()
 
@@ -114,6 +126,9 @@ class Picture:
             return upright.convert("RGB")
         white = Image.new("RGBA", upright.size, "white")  # not black, which is what dropping the alpha would leave
         return Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
+
+    def text(self, page: int) -> None:
+        """It has none."""
 
     def close(self) -> None:
         self._image.close()

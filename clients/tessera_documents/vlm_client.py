@@ -6,12 +6,15 @@ Whether the model that is served reads documents: it is shown a page that anyone
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from copy import copy
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 from loguru import logger
 from mineru_vl_utils import MinerUClient
+from mineru_vl_utils.structs import ContentBlock
 from mineru_vl_utils.vlm_client import RequestError, SamplingParams, UnsupportedError, VlmClient
 from mineru_vl_utils.vlm_client.base_client import ImageType
 from mineru_vl_utils.vlm_client.utils import (
@@ -31,9 +34,10 @@ SDK_NAMES = {"max_new_tokens": "max_tokens"} | {
     for name in (
         *("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty"),
         "no_repeat_ngram_size",
+        "draft",
     )
 }
-"""Of SamplingParams' fields."""
+"""Of SamplingParams' fields, and of what :func:`mineru_client` adds to them."""
 
 OPTIONS = frozenset(
     (
@@ -46,6 +50,8 @@ OPTIONS = frozenset(
 """Of MinerUClient's options those that it follows itself; the others are about the ways to other servers."""
 
 Several = Sequence[Any] | Any
+Prepared = tuple[list[Any], list[str], list[SamplingParams | None], list[int]]
+"""Pictures, prompts and parameters of what is asked about blocks, and whose they are."""
 
 
 class TesseraVlmClient(VlmClient):
@@ -85,6 +91,8 @@ class TesseraVlmClient(VlmClient):
         """For an :class:`Asker`, which asks again itself."""
         self.asker: Asker | None = None
         """By which all is asked that is awaited; None: by the client."""
+        self.pool: str | None = None
+        """The SDK's ``draft_pool`` of all that is asked."""
         self.max_tokens = max_tokens
         self.max_concurrency = max_concurrency
 
@@ -163,7 +171,8 @@ class TesseraVlmClient(VlmClient):
             raise UnsupportedError(f"a Tessera server has no sampling parameter {', '.join(unknown)}")
         options = {SDK_NAMES[name]: value for name, value in given.items()}
         # The answer to the layout prompt is made of special tokens.
-        return {"max_tokens": self.max_tokens, "skip_special_tokens": False, "priority": priority} | options
+        own = {"max_tokens": self.max_tokens, "skip_special_tokens": False, "draft_pool": self.pool}
+        return own | {"priority": priority} | options
 
     def _messages(self, prompt: str, pictures: Sequence[bytes]) -> list[dict[str, Any]]:
         """``<image>`` in the prompt marks a picture's place; without a mark they all come before it (or after it)."""
@@ -209,7 +218,8 @@ class TesseraVlmClient(VlmClient):
 
 def mineru_client(vlm: VlmClient, **options: Any) -> MinerUClient:
     """MinerU's own client, unmodified, that asks through ``vlm``. ``options``: MinerUClient's, but those of its ways to
-    other servers and models: such a one would have no effect and is a TypeError."""
+    other servers and models: such a one would have no effect and is a TypeError. What stands under a block's key
+    ``draft`` is taken out and goes with the question about it."""
     without_effect = sorted(options.keys() - OPTIONS)
     if without_effect:
         allowed = ", ".join(sorted(OPTIONS))
@@ -224,7 +234,26 @@ def mineru_client(vlm: VlmClient, **options: Any) -> MinerUClient:
         **{"use_tqdm": False, **options},
     )
     reader.client = vlm
+    reader.helper.prepare_for_extract = partial(_with_drafts, reader.helper.prepare_for_extract)
     return reader
+
+
+def _with_drafts(
+    prepare: Callable[..., Prepared], page: Image.Image, blocks: list[ContentBlock], *more: Any
+) -> Prepared:
+    """What MinerU's client would ask about blocks, some of which it takes off the list."""
+    drafts = {id(block): block.pop("draft", None) for block in blocks}
+    pictures, prompts, params, places = prepare(page, blocks, *more)
+    drafted = [_drafted(each, drafts[id(blocks[place])]) for each, place in zip(params, places)]
+    return pictures, prompts, drafted, places
+
+
+def _drafted(params: SamplingParams | None, draft: str | None) -> SamplingParams | None:
+    if draft is None:
+        return params
+    params = copy(params) if params else SamplingParams()
+    params.draft = draft
+    return params
 
 
 SIZE = (850, 1100)
