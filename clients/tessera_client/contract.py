@@ -65,7 +65,7 @@ def delta_from_raw(outputs: Iterable[tuple[str, bytes]]) -> Delta:
         for name, data in outputs:
             if name in ("text_output", "finish_reason", "logprobs", "choices"):
                 values[name] = next(elements(data), b"").decode("utf-8", "replace")
-            elif name in ("usage", "cached_tokens"):
+            elif name in ("usage", "cached_tokens", "drafted_tokens"):
                 values[name] = struct.unpack(f"<{len(data) // 4}i", data)
             elif name == "timings":
                 values[name] = struct.unpack(f"<{len(data) // 4}f", data)
@@ -104,15 +104,16 @@ def delta_from_json(values: Mapping[str, Any]) -> Delta:
         if not isinstance(text, str) or not isinstance(ended, str):
             raise TypeError("text_output and finish_reason must be text")
         usage = values.get("usage")  # zeros until the last response, as timings are
-        cached = values.get("cached_tokens", ())  # servers of before have none
+        cached = values.get("cached_tokens", (0,))  # servers of before have none
         cached = (cached,) if isinstance(cached, int) else cached  # in JSON
+        drafted = values.get("drafted_tokens", ())
         timings = values.get("timings")
         logprobs = values.get("logprobs")
         choices = values.get("choices")
         return Delta(
             text=text,
             finish_reason=ended,
-            usage=Usage(*usage, *cached) if usage and ended else None,
+            usage=Usage(*usage, *cached, *drafted) if usage and ended else None,
             timings=Timings(*timings) if timings and ended else None,
             logprobs=json.loads(logprobs) if logprobs else None,
             choices=tuple(LabelScore(**score) for score in json.loads(choices)) if choices else None,

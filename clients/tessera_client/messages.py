@@ -18,13 +18,16 @@ from tessera_wire.errors import InvalidRequest
 class Usage:
     """How many tokens the request took. ``image_tokens`` are part of ``prompt_tokens``.
 
-    ``cached_tokens`` too: those that the server knew from earlier prompts; that is luck, and no part of a comparison.
+    ``cached_tokens`` too: those that the server knew from earlier prompts. ``drafted_tokens``: those that were drafted
+    for the answer and verified, of which ``accepted_tokens`` were right. These are luck, and no part of a comparison.
     """
 
     prompt_tokens: int
     completion_tokens: int
     image_tokens: int
     cached_tokens: int = field(default=0, compare=False)
+    drafted_tokens: int = field(default=0, compare=False)
+    accepted_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

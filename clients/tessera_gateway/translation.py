@@ -200,7 +200,14 @@ def usage(answers: Sequence[Usage | None]) -> dict[str, Any] | None:
         return None
     prompt, completion = used[0].prompt_tokens, sum(each.completion_tokens for each in used)
     tokens = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-    return tokens | {"prompt_tokens_details": {"cached_tokens": used[0].cached_tokens}}
+    drafted, right = sum(each.drafted_tokens for each in used), sum(each.accepted_tokens for each in used)
+    return tokens | {
+        "prompt_tokens_details": {"cached_tokens": used[0].cached_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": right,
+            "rejected_prediction_tokens": drafted - right,
+        },
+    }
 
 
 def extras(answer: Answer | Delta) -> dict[str, Any]:

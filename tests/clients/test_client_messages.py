@@ -45,6 +45,7 @@ def test_outputs_become_a_delta() -> None:
             ("finish_reason", text(b"stop")),
             ("usage", usage),
             ("cached_tokens", np.array([5], "<i4").tobytes()),
+            ("drafted_tokens", np.array([7, 6], "<i4").tobytes()),
             ("timings", timings),
             ("logprobs", text(b'[{"token": 1}]')),
             ("choices", text(b'[{"label": "n\xc3\xa9", "logprob": -1, "probability": 0.4, "normalized": 0.6}]')),
@@ -52,6 +53,7 @@ def test_outputs_become_a_delta() -> None:
     )
     assert (last.text, last.finish_reason, last.usage) == ("né", "stop", Usage(9, 2, 4))
     assert last.usage is not None and last.usage.cached_tokens == 5
+    assert (last.usage.drafted_tokens, last.usage.accepted_tokens) == (7, 6)
     assert last.timings == Timings(0, 1, 2, 3, 4, 5) and last.logprobs == [{"token": 1}]
     assert last.choices == (LabelScore("né", -1, 0.4, 0.6),)
     middle = contract.delta_from_raw(

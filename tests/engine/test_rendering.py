@@ -101,10 +101,11 @@ def test_a_stop_string_is_searched_for_meanwhile(parts):
     parts.now = HOLD_S
     assert parts.take() == []
     assert parts.cancelled == [(answer.request.number, "stop")]
-    end = End(answer.request.number, "stop", cached_tokens=4, scheduled_ns=5, first_token_ns=6)
+    end = End(answer.request.number, "stop", cached_tokens=4, scheduled_ns=5, first_token_ns=6, drafted_tokens=(8, 7))
     (event,) = parts.take(answer.token(), Progress([], [end]))
     assert (event.text, event.token_ids, event.finish_reason) == (bytes([1, 2]).decode(), [1, 2, 3], "stop")
     assert (event.cached_tokens, event.scheduled_ns, event.first_token_ns) == (4, 5, 6)
+    assert event.drafted_tokens == (8, 7)
 
 
 def test_requests_are_found_by_their_id_until_they_end(parts):

@@ -38,7 +38,8 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def test_a_whole_answer() -> None:
-    door = gateway([replace(final("yes", "length"), choices=SCORES, logprobs=[TOKEN])])
+    used = replace(USAGE, drafted_tokens=5, accepted_tokens=3)
+    door = gateway([replace(final("yes", "length"), choices=SCORES, logprobs=[TOKEN], usage=used)])
     body = door.ask(logprobs=True, top_logprobs=1).json()
     assert body.pop("id").startswith("chatcmpl-") and body.pop("created") > 0
     others = [  # half a character, and what JSON cannot hold
@@ -53,13 +54,14 @@ def test_a_whole_answer() -> None:
         "finish_reason": "length",
     }
     timings = {"preprocess": 1, "vision_queue": 2, "vision": 3, "queue": 4, "first_token": 5, "decode": 6}
-    cached = {"prompt_tokens_details": {"cached_tokens": 0}}
+    drafts = {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 2}
+    details = {"prompt_tokens_details": {"cached_tokens": 0}, "completion_tokens_details": drafts}
     assert body == {
         "object": "chat.completion",
         "model": "vlm",
         "system_fingerprint": None,
         "choices": [choice],
-        "usage": {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 12, **cached},
+        "usage": {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 12, **details},
         "tessera": {"timings": timings, "choices": [asdict(score) for score in SCORES], "image_tokens": 4},
     }
 

@@ -117,6 +117,8 @@ class StandIn:
                 for label, share in zip(labels or (), SHARES)
             ]
             usage = {"prompt_tokens": 1812, "completion_tokens": 27, "total_tokens": 1839}
+            drafts = {"accepted_prediction_tokens": 12, "rejected_prediction_tokens": 3}
+            usage |= {"completion_tokens_details": drafts}
             own = {"timings": TIMINGS, "choices": scores or None, "image_tokens": 1792}
             yield chunk(choices=[], usage=usage, tessera=own)
             yield "data: [DONE]\n\n"

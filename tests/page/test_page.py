@@ -64,7 +64,7 @@ def test_label_scores_are_bars_and_stages_a_strip(page: Browser, gateway: StandI
     room = sum(widths) - least * len(widths)
     shares = [time / sum(TIMINGS.values()) for time in TIMINGS.values()]
     assert [width - least for width in widths] == pytest.approx([room * share for share in shares], abs=1)
-    assert "1812 prompt tokens (1792 of the picture) · 27 written" in page("usage").text
+    assert "1812 prompt tokens (1792 of the picture) · 27 written (12 of 15 drafted were right)" in page("usage").text
 
 
 def test_the_grid_lies_over_the_picture_as_the_server_cuts_it(page: Browser, gateway: StandIn, picture: Path) -> None:

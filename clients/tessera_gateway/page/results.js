@@ -67,9 +67,15 @@ export function showTimes(timings, usage, imageTokens, seconds) {
   );
   table.tBodies[0].rows[0].replaceChildren(...stages.map(([name]) => element("td", ms(timings[name]))));
   const parts = [`${seconds.toFixed(2)} s as this browser saw it`];
-  if (usage) parts.push(`${usage.prompt_tokens} prompt tokens${imageTokens ? ` (${imageTokens} of the picture)` : ""}`, `${usage.completion_tokens} written`);
+  if (usage) parts.push(`${usage.prompt_tokens} prompt tokens${imageTokens ? ` (${imageTokens} of the picture)` : ""}`, written(usage));
   at("usage").textContent = parts.join(" · ");
   at("times").hidden = false;
+}
+
+/** Of the tokens of an answer how many there are, and of those that were drafted how many were right. */
+function written(usage) {
+  const { accepted_prediction_tokens: right = 0, rejected_prediction_tokens: wrong = 0 } = usage.completion_tokens_details ?? {};
+  return `${usage.completion_tokens} written${right + wrong ? ` (${right} of ${right + wrong} drafted were right)` : ""}`;
 }
 
 export const ms = (value) => (value < 10 ? value.toFixed(1) : Math.round(value).toString());

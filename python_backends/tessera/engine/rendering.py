@@ -105,8 +105,8 @@ class Answers:
             if answer.last is None:
                 self._advance(answer, end)
             else:  # only the end tells when it was scheduled and had its first token
-                last = replace(answer.last, cached_tokens=end.cached_tokens, scheduled_ns=end.scheduled_ns)
-                self._deliver(answer, replace(last, first_token_ns=end.first_token_ns))
+                told = ("cached_tokens", "scheduled_ns", "first_token_ns", "drafted_tokens")
+                self._deliver(answer, replace(answer.last, **{name: getattr(end, name) for name in told}))
         self.deliver_due()
 
     def deliver_due(self) -> None:
@@ -200,6 +200,7 @@ class Answers:
             time.monotonic_ns(),
             end.error,
             end.labels and end.labels.scores,
+            drafted_tokens=end.drafted_tokens,
         )
         answer.text, answer.token_ids, answer.logprobs = "", [], []
         return event

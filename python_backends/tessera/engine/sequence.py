@@ -308,7 +308,8 @@ class TokenEvent:
     "deadline", "error" with ``error``, words for the client, or "refused" with ``refusal``, and nothing else, where the
     engine did not take the request. ``logprobs``: one JSON-ready dict a token:
     token_id, text, logprob and top, a list of {token_id, text, logprob}. ``choices``: one JSON-ready dict a label, at
-    the end of a request that scores labels. Times are on time.monotonic_ns's clock, 0 where it did not happen.
+    the end of a request that scores labels. ``drafted_tokens``: how many were verified, and how many of these were
+    right. Times are on time.monotonic_ns's clock, 0 where it did not happen.
     """
 
     request: Request
@@ -324,3 +325,4 @@ class TokenEvent:
     error: str | None = None
     choices: list[dict[str, Any]] | None = None
     refusal: TesseraError | None = None
+    drafted_tokens: tuple[int, int] = (0, 0)

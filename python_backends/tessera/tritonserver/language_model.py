@@ -173,8 +173,9 @@ class Reply:
                 tensors.text_output("text_output", text),
                 tensors.text_output("finish_reason", last.finish_reason or ""),
                 tensors.output("usage", np.array(last.usage if final else (0, 0, 0), dtype=np.int32)),
-                # Not a fourth number of usage: clients of before unpack that as three.
+                # Not more numbers of usage: clients of before unpack that as three.
                 tensors.output("cached_tokens", np.array([last.cached_tokens if final else 0], dtype=np.int32)),
+                tensors.output("drafted_tokens", np.array(last.drafted_tokens if final else (0, 0), dtype=np.int32)),
                 tensors.output("timings", self._timings(last) if final else np.zeros(6, np.float32)),
                 tensors.text_output("logprobs", json.dumps(entries) if entries else ""),
                 tensors.text_output("choices", json.dumps(last.choices) if last.choices else ""),

@@ -86,7 +86,7 @@ class Stop(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class End:
     """A request's last news. ``reason``: see TokenEvent's ``finish_reason``; ``error``: words for the client;
-    ``refusal``: why the engine did not take it.
+    ``refusal``: why the engine did not take it; ``drafted_tokens``: see TokenEvent's.
 
     Times are on time.monotonic_ns's clock, 0 where it did not happen.
     """
@@ -99,6 +99,7 @@ class End:
     first_token_ns: int = 0
     labels: LabelAnswer | None = None
     refusal: TesseraError | None = None
+    drafted_tokens: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
