@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -98,6 +99,7 @@ class Job:
         self.journal = out.with_name(f"{out.name}.jsonl") if self._table else out
         """Where the results are until all rows are over."""
         self.tally = Tally()
+        self.pool = uuid.uuid4().hex
 
     def run(self) -> Tally:
         """Asks what has no result yet.
@@ -206,7 +208,7 @@ class Job:
         try:
             reading = loop.run_in_executor(self._files, contents, row) if row.images or row.messages else None
             pictures, content = await reading if reading else contents(row)
-            call = question(row, pictures)
+            call = question(row, pictures, self.pool)
             if row.options.get("temperature") and row.options.get("seed") is None:  # each answer is another
                 self._write(row, to_record(await self._asker.ask(call)), content)
             else:
@@ -257,13 +259,14 @@ class Job:
         return place
 
 
-def question(row: Row, pictures: list[bytes]) -> Call:
-    """What asks it."""
+def question(row: Row, pictures: list[bytes], pool: str) -> Call:
+    """What asks it; answers of one ``pool`` may be drafts of one another."""
+    options = {"draft_pool": pool, **row.options}
 
     def call(client: AsyncClient) -> Awaitable[Answer]:
         if row.messages is not None:
-            return client.chat(row.messages, **row.options)
-        return client.ask(pictures, row.question, **row.options)
+            return client.chat(row.messages, **options)
+        return client.ask(pictures, row.question, **options)
 
     return call
 
@@ -343,7 +346,7 @@ async def _measured(job: Job, rows: list[Row], total: int, left: int) -> Estimat
     async def ask(row: Row) -> None:
         try:
             pictures, _ = await asyncio.to_thread(contents, row)
-            answers.append(await asker.ask(question(row, pictures)))
+            answers.append(await asker.ask(question(row, pictures, job.pool)))
         except TesseraClientError as error:
             errors[row.number] = f"{row.id}: {error}"
 

@@ -111,6 +111,15 @@ BAD: list[tuple[str, str | None, str]] = [
 ]
 
 
+def test_answers_of_one_batch_may_be_drafts_of_its_others_alone(serve: Serve) -> None:
+    server = AnsweringServer()
+    client = serve(server)
+    for name in "ab":
+        over(client, create(client, line(f"{name}1"), line(f"{name}2")))
+    pools = {question(request): json.loads(request.sampling or "")["draft_pool"] for request, *_ in server.requests}
+    assert pools["a1"] == pools["a2"] != pools["b1"] == pools["b2"]
+
+
 def test_a_line_that_is_no_request_has_its_reason(serve: Serve) -> None:
     server = AnsweringServer()
     client = serve(server)

@@ -37,8 +37,10 @@ def test_rows_become_results(batch: Any, tmp_path: Path, capsys: Capture, monkey
     assert batch(server, rows, "--prompt", "A crack?", "--max-tokens", "5", "--priority", "7") == 0
     sent = {request.text: request for request, *_ in server.requests if request.text != PROBE}
     assert [sent[text].images for text in ("A crack?", "Same?", "Why?")] == [(b"jpeg",), (b"jpeg", b"png"), ()]
-    assert json.loads(sent["A crack?"].sampling or "") == {"max_tokens": 5, "priority": 7}
-    assert json.loads(sent["Why?"].sampling or "") == {"max_tokens": 9, "priority": 7}
+    asked = {text: json.loads(request.sampling or "") for text, request in sent.items()}
+    (pool,) = {each.pop("draft_pool") for each in asked.values()}
+    assert pool and asked["A crack?"] == {"max_tokens": 5, "priority": 7}
+    assert asked["Why?"] == {"max_tokens": 9, "priority": 7}
     one, two, three = sorted(results(tmp_path / "out.jsonl"), key=lambda row: ("one", "two", "three").index(row["id"]))
     assert (one["answer"], one["error"], one["finish_reason"]) == ("answer to A crack?", None, "stop")
     assert [one[f"{kind}_tokens"] for kind in ("prompt", "image", "completion")] == [10, 4, 2]

@@ -53,6 +53,8 @@ class Runner:
     ) -> None:
         self._service, self._jobs, self._do = batches, batches.jobs, batches.patiently
         self._client, self._fetcher, self._counters, self._settings = client, fetcher, counters, settings
+        self._pool = uuid4().hex
+        """Begins the names by which servers know batches, whose answers may be drafts of one another."""
         self._tasks: dict[int, tuple[Ending, asyncio.Task[None]]] = {}
         """By the batch's key: how it will end, and what brings it there."""
 
@@ -119,14 +121,14 @@ class Runner:
 
     async def _write_answer(self, key: int, request: Row) -> None:
         name = f"req_{uuid4().hex}"
-        status, body = await self._answer(request["line"], name)
+        status, body = await self._answer(request["line"], name, f"{self._pool}.{key}")
         line = result(request["custom_id"], {"status_code": status, "request_id": name, "body": body}, None)
         await self._do(self._jobs.write, key, request["number"], status == 200, line)
 
-    async def _answer(self, line: bytes, name: str) -> tuple[int, dict[str, Any]]:
+    async def _answer(self, line: bytes, name: str, pool: str) -> tuple[int, dict[str, Any]]:
         """The HTTP status and the body that a chat completion's answer would have."""
         try:
-            return 200, await self._completed(parse(parse(line, Line, "the line").body, ChatRequest), name)
+            return 200, await self._completed(parse(parse(line, Line, "the line").body, ChatRequest), name, pool)
         except (ApiError, TesseraClientError) as error:
             refusal = from_wire(error)
         except ServersUnavailable as away:
@@ -136,13 +138,13 @@ class Runner:
             traceback.print_exc(file=sys.stderr)
         return refusal.status, refusal.body
 
-    async def _completed(self, asked: ChatRequest, name: str) -> dict[str, Any]:
+    async def _completed(self, asked: ChatRequest, name: str, pool: str) -> dict[str, Any]:
         if asked.stream:
             raise ApiError(400, "stream is not possible in a batch", "stream", "unsupported_parameter")
         conversation, options = await sdk_call(asked, self._settings, self._fetcher)
 
         def answer(given: dict[str, Any]) -> Coroutine[Any, Any, Answer]:
-            later = given | {"priority": max(PRIORITY, given.get("priority", PRIORITY))}
+            later = given | {"priority": max(PRIORITY, given.get("priority", PRIORITY)), "draft_pool": pool}
             return self._asker.ask(lambda on: on.named(name).chat(conversation, timeout=LONGEST_S, **later))
 
         try:
