@@ -22,7 +22,7 @@ from tessera.models.tower import load_tower, onnx_writer
 from tessera.settings.stages import VisionSettings
 from tessera.settings.user_cache import remove_unused, write_whole
 from tessera.vision import onnx_runner
-from tessera.vision.onnx_runner import OnnxRunner
+from tessera.vision.onnx_runner import OnnxRunner, graph_path
 from tessera.vision.runner import make_runner
 from tessera.vision.torch_runner import TorchRunner
 
@@ -105,8 +105,11 @@ def test_the_graph_is_exported_on_first_use_and_kept(checkpoint, cache, tmp_path
     other = start(hf_native(tmp_path / "other", Shape(**SMALL), seed=1)).run(tiles(2))
     known = {*cache.iterdir()}
     assert len(known) == 2 and not torch.equal(other, first)
-    (tmp_path / "tower.py").write_text("# changed")
+    (changed := tmp_path / "internvl" / "onnx_graph.py").parent.mkdir()
     monkeypatch.setattr(onnx_runner.towers, "__file__", str(tmp_path / "tower.py"))
+    before = graph_path("a tower's")
+    changed.write_text("# changed")
+    assert graph_path("a tower's") != before
     start(checkpoint)
     assert len([*cache.iterdir()]) == 3 and kept.exists()  # a process of that version may be about to read it
     os.utime(kept, (0, 0))

@@ -79,7 +79,7 @@ def kept_graph(config: CheckpointConfig) -> Path | bytes:
 def graph_path(fingerprint: str) -> Path:
     """Where the graph of these weights, as today's code writes it, is kept."""
     code = blake2b(digest_size=8)
-    for source in sorted(Path(towers.__file__).parent.glob("*.py")):
+    for source in sorted(Path(towers.__file__).parent.rglob("*.py")):  # the families' too
         code.update(source.read_bytes())
     return cache_folder() / f"vision-{fingerprint}-{code.hexdigest()}.onnx"
 
