@@ -55,7 +55,7 @@ def prefill_attention(
     ``blocks`` integer [most, p]: block j of piece i is blocks[j, i]. ``tiles`` integer [t, 2], contiguous, t >= 1, is
     :func:`prefill_tiles` with ``rows // group`` of the same plan, or of :func:`default_plan`; tiles behind a piece's
     end do nothing. ``scale`` is positive. Rows of no piece are left as they are.
-    ValueError for what :func:`check_cache` refuses. The method is FlashAttention-2 (Dao, 2023).
+    ValueError for what :func:`tessera.kernels.paged_decode.check_cache` refuses. FlashAttention-2 (Dao, 2023).
     """
     plan = plan or default_plan(q.shape[-1], q.dtype)
     given = cache_arguments(q, cache, blocks, out, scale)

@@ -77,7 +77,7 @@ class Prepared:
     ``spans`` int32 [k, 2] of (start, length); ``positions`` int32 [axes, L], None for 0 to L - 1. ``plans`` are the
     same k images' plans as objects.
 
-    In ``pixels`` an image of kind 1 has its frame (``family/encoded_picture.py``)."""
+    In ``pixels`` an image of kind 1 has its frame (``models/family.py``)."""
 
     pixels: np.ndarray
     plan: np.ndarray

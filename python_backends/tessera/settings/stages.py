@@ -30,7 +30,7 @@ class EngineConfig:
     ``max_model_len``: prompt + answer; None takes the checkpoint's context length. ``kv_cache_bytes``: 0 takes what
     ``max_sequences`` full contexts need, at most 1 GiB on the CPU, on a GPU what the engine's share leaves.
     ``kv_cache_dtype``: "auto" is the model's, "fp8" e4m3 with a scale a position and head (half the bytes of bfloat16).
-    ``memory_bytes``: that share, weights included (gpu_memory.py divides a card); 0 is nine tenths of the card but
+    ``memory_bytes``: that share, weights included (settings/gpu.py divides a card); 0 is nine tenths of the card but
     ``embedding_pool_bytes``, for the rows of pictures whose requests wait or run. ``graph_batch_size``: decode steps of
     up to this many sequences run as CUDA graphs, and other small steps too; 0 records none. ``prefix_cache``: "content"
     reuses equal prefixes including pictures, "exclude" stops before the first picture, "off" reuses nothing.

@@ -117,7 +117,7 @@ def sampling(request: Any, name: str) -> dict[str, Any]:
 
 
 def _parameters(request: Any) -> list[tuple[str, Any]]:
-    """Names and values; a name twice where the body and its "parameters" both have it. `timeout` as deadline.py has it.
+    """Names and values; a name twice where the body and its "parameters" both have it. `timeout` as failures.py has it.
 
     `timeout` is here where the server did not take it for itself: from the generate endpoints.
     """

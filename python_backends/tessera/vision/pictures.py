@@ -29,7 +29,7 @@ Pixels = np.ndarray | torch.Tensor  # uint8 [cost, *unit_shape], on the host or 
 class VisionItem:
     """One request's pictures: uint8 pixels (flat, all pictures in order), int32 plan [4k], int64 digest [2k].
 
-    A picture of kind 1 has a frame in ``pixels`` (``family/encoded_picture.py``).
+    A picture of kind 1 has a frame in ``pixels`` (``models/family.py``).
     """
 
     pixels: np.ndarray
@@ -246,7 +246,7 @@ def pixels_of(planes: torch.Tensor, orientation: int, views: Sequence[View]) -> 
 def resized(numbers: torch.Tensor, view: View) -> torch.Tensor:
     """Whole numbers [1, 3, rows, columns] -> [1, 3, height, width]: Pillow 13's antialiased bicubic.
 
-    Whole numbers between its two passes as well, which come in the order of ``preprocess/resize_cpu.py``.
+    Whole numbers between its two passes as well, which come in the order of ``preprocess/decode.py``.
     """
     rows, columns = numbers.shape[2:]
     down_first = view.height < rows and rows - view.height > 2 * (columns - view.width)

@@ -112,7 +112,7 @@ class RemoteDispatcher:
 
 
 def rows_of(response: Any) -> torch.Tensor:
-    """Rows of a ModelInferResponse as they travel (tritonserver/rows.py), on the CPU."""
+    """Rows of a ModelInferResponse as they travel (tritonserver/tensors.py), on the CPU."""
     for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
         if output.name == "EMBEDDINGS":
             return torch.frombuffer(bytearray(content), dtype=torch.bfloat16).view(*output.shape)

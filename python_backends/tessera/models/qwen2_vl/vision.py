@@ -137,7 +137,7 @@ class Qwen2ViT(PatchTower):
         return (self.turns(wires, device),)
 
     def grid(self, height: int, width: int) -> torch.Tensor:
-        """Row and column of each patch of a picture, int32 [n, 2], in the :meth:`order` of its groups."""
+        """Row and column of each patch of a picture, int32 [n, 2], in the order of its groups."""
         return places_of(height, width, self.merge)
 
     def embed(self, pixels: torch.Tensor) -> torch.Tensor:
