@@ -77,5 +77,5 @@ def test_the_class_token_apart(shape):
 
 
 def test_what_is_kept_is_less_than_in_bfloat16(runner):
-    plain = weight_bytes(unfilled_tower(read_config(CHECKPOINT), torch.bfloat16))
+    plain = weight_bytes(unfilled_tower(read_config(CHECKPOINT)).to(torch.bfloat16))
     assert weight_bytes(runner.tower) < 0.75 * plain

@@ -49,15 +49,14 @@ def test_the_shares_are_the_dialled_part_of_the_card(card: int) -> None:
         divide(card * GIB, 0.9, (GIB, 130 * GIB))
 
 
-def test_a_vision_stage_elsewhere_or_with_a_share_of_its_own_leaves_the_rest(tmp_path: Path) -> None:
+def test_a_vision_stage_elsewhere_leaves_the_rest(tmp_path: Path) -> None:
     usual = divide(80 * GIB, 0.9, (GIB, 4 * GIB))
-    assert divide(80 * GIB, 0.9, (GIB, 4 * GIB), vision=3 * GIB).vision == 3 * GIB
     alone = divide(80 * GIB, 0.9, (GIB, 4 * GIB), language=False)
     assert (alone.language, alone.embedding_pool) == (0, 0) and alone.vision > 60 * GIB
     for url, vision in (("", divide(80 * GIB, 0.9, (0, 0)).vision), ("other:8001", 0)):
         sources = Sources("vision_encoder", {}, {"TESSERA_VISION_ENCODER_VISION_URL": url})
         assert divide_for(80 * GIB, ServerSettings(), tmp_path, sources, True, VISION).vision == vision
-    assert divide(80 * GIB, 0.9, (GIB, 4 * GIB), vision=0).language == usual.language + usual.vision
+    assert divide(80 * GIB, 0.9, (GIB, 4 * GIB), remote=True).language == usual.language + usual.vision
 
 
 def test_weights_are_counted_by_their_files_headers(tmp_path: Path) -> None:

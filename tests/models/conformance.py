@@ -252,7 +252,7 @@ def check_memory(
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)
-    estimate = unfilled_tower(config, getattr(torch, dtype)).activation_bytes(len(pixels))
+    estimate = unfilled_tower(config).to(getattr(torch, dtype)).activation_bytes(len(pixels))
     assert peak <= estimate <= slack * peak
 
 

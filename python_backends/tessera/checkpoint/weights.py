@@ -243,8 +243,8 @@ def name_in_file(name: str, stored: Mapping[str, str]) -> str:
     return name
 
 
-def listed(names: Iterable[str], limit: int = 10) -> str:
-    """The first names in order, and how many more there are."""
+def listed(names: Iterable[str]) -> str:
+    """The first ten names in order, and how many more there are."""
     ordered = sorted(names)
-    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
-    return ", ".join(ordered[:limit]) + more
+    more = f" and {len(ordered) - 10} more" if len(ordered) > 10 else ""
+    return ", ".join(ordered[:10]) + more

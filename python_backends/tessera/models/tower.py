@@ -185,10 +185,10 @@ def stored_in_fp8(config: CheckpointConfig) -> Set[str]:
     return next((some for some in (set(every), layers) if some <= scaled), set())
 
 
-def unfilled_tower(config: CheckpointConfig, dtype: torch.dtype = torch.float32) -> Tower:
-    """The tower's shapes without its weights, to count bytes with."""
+def unfilled_tower(config: CheckpointConfig) -> Tower:
+    """The tower's shapes in float32 without its weights, to count bytes with."""
     with torch.device("meta"):
-        return tower_class(config)(config).to(dtype)
+        return tower_class(config)(config)
 
 
 def vision_fingerprint(config: CheckpointConfig) -> str:

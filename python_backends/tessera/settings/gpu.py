@@ -78,13 +78,13 @@ class Division:
 
 
 def divide(
-    card: int, fraction: float, weights: tuple[int, int], vision: int | None = None, language: bool = True
+    card: int, fraction: float, weights: tuple[int, int], remote: bool = False, language: bool = True
 ) -> Division:
     """Divides ``fraction`` of a card of ``card`` bytes.
 
     Args:
         weights: bytes of the vision stage's and of the language model's, see :func:`weights_of`.
-        vision: the vision stage's share where somebody says it; 0 where it is on another server.
+        remote: whether the vision stage is on another server.
         language: whether this server has the language model.
 
     Raises:
@@ -95,8 +95,8 @@ def divide(
     left = usable - CONTEXTS_BYTES - server
     if not language:
         return Division(card, server, 0, left, weights[0], 0, 0)
-    if vision is None:  # activations of a forward, pixels, known rows and rows on their way out
-        vision = weights[0] + min(8 * GIB, usable // 8)
+    # Beside its weights: activations of a forward, pixels, known rows and rows on their way out.
+    vision = 0 if remote else weights[0] + min(8 * GIB, usable // 8)
     division = Division(card, server, pool, vision, weights[0], left - pool - vision, weights[1])
     if division.language <= weights[1]:
         raise ConfigError(
@@ -144,7 +144,7 @@ def divide_for(
     vision, body = weights_of(checkpoint, dtype, vision_tensors)
     said = environment.get("TESSERA_QUANTIZATION") or sources.parameters.get("quantization")
     tower, text = (2 if kind == "fp8" else 1 for kind in QUANTIZATIONS.get(said or "", ("", "")))
-    return divide(card, settings.gpu_memory, (vision // tower, body // text), 0 if remote else None, language)
+    return divide(card, settings.gpu_memory, (vision // tower, body // text), remote, language)
 
 
 def find_device(environment: Mapping[str, str]) -> str:
