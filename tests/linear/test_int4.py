@@ -13,7 +13,6 @@ from tessera.kernels.fp8_rows import Fp8Rows, Fp8Sums
 from tessera.kernels.operands import finished
 from tessera.linear.formats import int4
 from tessera.linear.formats.int4 import DEQUANTIZED, W4A16, Int4, dequantize
-from tessera.linear.quantization import scheme_selector
 from tessera.linear.scheme import PRODUCTS, Linear, LinearShape
 from tessera.linear.tuning import choose, layers_alike
 
@@ -41,11 +40,10 @@ def hopper(monkeypatch):
     monkeypatch.setattr(int4, "_half_is_free", lambda device: True)
 
 
-def made(scattered=False, bias=True, resident="auto"):
+def made(scattered=False, bias=True):
     """A layer, and its W and bias in float32."""
     generator = torch.Generator().manual_seed(3)
     scheme = Plain(GROUP)
-    scheme.resident = resident
     modules = {"gate": slice(0, 32), "up": slice(32, 64)}
     layer = Linear(SIZE, modules, bias, lambda names: scheme, torch.float32, torch.device("cpu"))
     order = torch.randperm(SIZE, generator=generator) // GROUP
@@ -93,7 +91,6 @@ def test_many_rows_take_the_copy_or_all_of_the_weights_anew(monkeypatch):
     layer, _, _ = made()
     assert {name for name, _ in layer.named_buffers()} == {"packed", "words", "arrivals", "weight", "scales", "bias"}
     assert [layer.wants_fp8_input(rows) for rows in (0, 1, 64, 65, 8192)] == [True, False, False, True, True]
-    assert made(resident="off")[0].weight is None
     monkeypatch.setattr(int4, "_half_is_free", lambda device: False)
     layer, weight, bias = made()
     assert layer.weight is None
@@ -102,14 +99,15 @@ def test_many_rows_take_the_copy_or_all_of_the_weights_anew(monkeypatch):
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("resident", ["auto", "off"])
-def test_the_fastest_way_is_measured_for_each_number_of_rows(resident):
-    layers = [made(resident=resident)[0] for _ in range(2)]
+@pytest.mark.parametrize("free", [True, False])
+def test_the_fastest_way_is_measured_for_each_number_of_rows(monkeypatch, free):
+    monkeypatch.setattr(int4, "_half_is_free", lambda device: free)
+    layers = [made()[0] for _ in range(2)]
     choices = prefers("rescaled")
     shape = LinearShape(64, SIZE, True, "gate_up", torch.float32)
     choose(layers, shape, choices, "a machine")
     asked = choices.by_rows
-    if resident == "auto":
+    if free:
         assert len(choices.asked) == 8
         assert asked[64] == ["rescaled", "rows", "skinny", W4A16, DEQUANTIZED]
         assert asked[96] == ["rescaled", "rows", "skinny", DEQUANTIZED]
@@ -123,22 +121,17 @@ def test_the_fastest_way_is_measured_for_each_number_of_rows(resident):
 
 
 @pytest.mark.usefixtures("hopper")
-def test_layers_that_hold_other_things_are_asked_for_by_themselves():
+def test_layers_that_hold_other_things_are_asked_for_by_themselves(monkeypatch):
     """Such as those for which the card had no room any more."""
-    kinds = [{}, {"resident": "off"}, {"scattered": True}]
-    layers = [made(**kind)[0] for kind in kinds * 2]
+    layers = []
+    for free, scattered in [(True, False), (False, False), (True, True)] * 2:
+        monkeypatch.setattr(int4, "_half_is_free", lambda device, free=free: free)
+        layers.append(made(scattered)[0])
     choices = prefers("rescaled")
     for shape, alike in layers_alike(dict.fromkeys(layers, "alone")):
         choose(alike, shape, choices, "a machine")
     assert [layer.scheme.way(layer, 1024) for layer in layers] == ["rescaled", DEQUANTIZED, "rescaled"] * 2
     assert len(choices.asked) == 8 + 3 + 8  # without a copy, up to the kernel's 64 rows
-
-
-@pytest.mark.parametrize("resident", ["auto", "off"])
-def test_the_setting_reaches_every_layer(resident):
-    settings = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-    schemes = scheme_selector(settings, resident=resident)
-    assert schemes(["model.layers.0.mlp.down_proj"]).resident == resident
 
 
 def test_the_cpu_dequantizes_for_good():

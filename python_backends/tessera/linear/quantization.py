@@ -16,7 +16,6 @@ from typing import Any
 from tessera.checkpoint.weights import listed
 from tessera.errors import CheckpointError
 from tessera.linear.formats.fp8 import Fp8OnLoad
-from tessera.linear.formats.int4 import Int4
 from tessera.linear.scheme import LinearScheme, SchemeSelector
 from tessera.linear.settings import Groups, Settings
 from tessera.linear.unquantized import Unquantized
@@ -42,15 +41,14 @@ def scheme_selector(
     quantization: Mapping[str, Any] | None,
     stored: StoredModules | None = None,
     on_load: str = "checkpoint",
-    resident: str = "auto",
     told: Callable[[str], str] = str,
 ) -> SchemeSelector:
     """From a checkpoint's quantization_config, and its text model's tensors if it has any, to the layers' schemes.
 
     Raises CheckpointError for a method or a setting that is not supported. The selector makes a new scheme for each
     layer, and raises CheckpointError naming a module whose tensors are not what it should have. ``on_load`` "fp8":
-    an unquantized checkpoint's layers, but not the head, are quantized while they are read. ``resident`` "off": layers
-    of 4 bits keep no FP8 copy beside them. ``told``: what messages call a module.
+    an unquantized checkpoint's layers, but not the head, are quantized while they are read. ``told``: what messages
+    call a module.
     """
     if on_load == "fp8":
         if quantization is not None:
@@ -61,7 +59,7 @@ def scheme_selector(
         return lambda modules: Unquantized() if set(modules) & set(_HEADS) else Fp8OnLoad()
     groups, ignored = _read(quantization)
     method = "" if quantization is None else quantization["quant_method"]
-    return _Selector(groups, ignored, stored or {}, method, resident, told)
+    return _Selector(groups, ignored, stored or {}, method, told)
 
 
 def stored_modules(names: Mapping[str, str], dtype: Callable[[str], str]) -> StoredModules:
@@ -96,7 +94,6 @@ class _Selector:
     ignored: Sequence[str]
     stored: StoredModules
     method: str
-    resident: str
     told: Callable[[str], str]
 
     def __call__(self, modules: Collection[str]) -> LinearScheme:
@@ -111,10 +108,7 @@ class _Selector:
             )
             raise CheckpointError(f"modules that run as one layer must be quantized alike, which these are not: {told}")
         group = next(iter(found.values()))
-        scheme = Unquantized() if group is None else self.groups[group][1]()
-        if isinstance(scheme, Int4):
-            scheme.resident = self.resident
-        return scheme
+        return Unquantized() if group is None else self.groups[group][1]()
 
     def _group(self, module: str) -> int | None:
         """The group that a module is quantized with; None for no quantization."""

@@ -36,8 +36,7 @@ class EngineConfig:
     reuses equal prefixes including pictures, "exclude" stops before the first picture, "off" reuses nothing.
     ``weights``: "random" draws them from ``seed`` instead of reading the checkpoint's. ``quantization``: "checkpoint"
     runs the weights as they are stored, "fp8" quantizes unquantized ones, all but the head's, while they are read (a
-    user says it for both stages at once). ``resident``: "auto" keeps an FP8 copy of 4-bit weights for many rows while
-    half of the card is free, "off" never. ``attention``: a backend's name, or "auto". ``threads``: torch's intra-op
+    user says it for both stages at once). ``attention``: a backend's name, or "auto". ``threads``: torch's intra-op
     threads on the CPU.
     """
 
@@ -56,7 +55,6 @@ class EngineConfig:
     prefix_cache: str = setting("content", choices=("content", "exclude", "off"))
     weights: str = setting("checkpoint", common=True, choices=("checkpoint", "random"))
     quantization: str = setting("checkpoint", common=True, choices=LANGUAGE_QUANTIZATIONS)
-    resident: str = setting("auto", settable=False, choices=("auto", "off"))
     attention: str = setting("auto", settable=False)
     threads: int = setting(1, least=1)
     seed: int = 0
@@ -118,11 +116,10 @@ class VisionSettings:
     the work; the other stages have one each. ``quantization``: fp8 has the tower's linear layers quantized when they
     are loaded (vision/fp8_tower.py), and is refused where that changes the rows too much; checkpoint runs them in FP8
     if they are stored so. On the CPU a tower in FP8 gives the rows that a GPU would, through the torch runner: no onnx
-    graph holds it, and it is slower. ``cache_bytes``: for the rows of pictures seen before. ``decode_bytes``: what an
-    encoded picture may take of the GPU to be decoded. ``memory_bytes``: all that the stage holds (vision/memory.py:
-    what that is); 0 bounds nothing. ``vision_url``: another server's address, whose vision stage is asked in place of
-    an own one (docs/remote_vision.md). ``tile_policy``: preprocess's, which says how large a picture may be that the
-    tower takes whole; None: the checkpoint's.
+    graph holds it, and it is slower. ``cache_bytes``: for the rows of pictures seen before. ``memory_bytes``: all that
+    the stage holds (vision/memory.py: what that is); 0 bounds nothing. ``vision_url``: another server's address, whose
+    vision stage is asked in place of an own one (docs/remote_vision.md). ``tile_policy``: preprocess's, which says how
+    large a picture may be that the tower takes whole; None: the checkpoint's.
     """
 
     runner: str = setting("onnx", cuda="graph", settable=False, choices=("onnx", "torch", "graph"))
@@ -134,7 +131,6 @@ class VisionSettings:
     random_weights: bool = setting(False, name="weights", common=True, choices={"checkpoint": False, "random": True})
     cache_bytes: int = setting(256 << 20, cuda=512 << 20, least=0)
     gpu_pixels: int = setting(0, common=True, least=0)
-    decode_bytes: int = setting(2 << 30, settable=False, least=0)
     memory_bytes: int = setting(0, settable=False, least=0, share="vision")
     vision_url: str = setting("", divides=True)
     tile_policy: Any = None

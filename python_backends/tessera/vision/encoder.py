@@ -26,7 +26,7 @@ from tessera.models.registry import family_for, read_config
 from tessera.settings.stages import VisionSettings
 from tessera.vision.fp8_tower import in_fp8
 from tessera.vision.memory import COPIES_OF_ROWS, DeviceStreams, EmbeddingCache, LaunchedWork, RowBudget
-from tessera.vision.pictures import GpuDecoder, Picture, Pixels, VisionItem, joined, pictures_of
+from tessera.vision.pictures import DECODING_BYTES, GpuDecoder, Picture, Pixels, VisionItem, joined, pictures_of
 from tessera.vision.runner import Runner, load_runner
 
 Batch = list[tuple[Picture, slice]]  # of a forward: pictures, and which of their units
@@ -116,7 +116,7 @@ class VisionEncoder:
                 "pixels": largest * prod(tower.unit_shape),
                 "cache": settings.cache_bytes,
             }
-            | ({"decoding": settings.decode_bytes} if settings.gpu_pixels else {}),
+            | ({"decoding": DECODING_BYTES} if settings.gpu_pixels else {}),
             settings.memory_bytes,
             COPIES_OF_ROWS * rows * hidden * dtype.itemsize,
             largest,
@@ -130,7 +130,7 @@ class VisionEncoder:
             EmbeddingCache(settings.cache_bytes, hidden, dtype, device),
             DeviceStreams(device),
             budget,
-            GpuDecoder(device, settings.decode_bytes) if settings.gpu_pixels else None,
+            GpuDecoder(device) if settings.gpu_pixels else None,
             ("fp8" if in_fp8(tower) else settings.dtype, kept),
             largest_picture,
         )

@@ -21,6 +21,7 @@ from torch.nn.functional import interpolate
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.models.family import KIND_ENCODED, KIND_PIXELS, EncodedPicture, ImagePlan, ModelFamily, View
 
+DECODING_BYTES = 2 << 30  # of a GPU's memory
 _PLAN_LENGTH = 4  # kind and t, h, w
 Pixels = np.ndarray | torch.Tensor  # uint8 [cost, *unit_shape], on the host or on a device
 
@@ -140,7 +141,7 @@ class GpuDecoder:
     ``capacity`` bounds the bytes that decoding takes there.
     """
 
-    def __init__(self, device: str, capacity: int) -> None:
+    def __init__(self, device: str, capacity: int = DECODING_BYTES) -> None:
         self._device = torch.device(device)
         self._capacity = capacity
         self._codec: Any = None

@@ -204,7 +204,7 @@ def load_model(checkpoint: CheckpointConfig, config: EngineConfig, headers: bool
     names = {} if random else split_names(source.names(), checkpoint)["text"]
     of_ours = {ours: stored for stored, ours in names.items()}
     stored, told = stored_modules(names, source.dtype), partial(name_in_file, stored=of_ours)
-    schemes = scheme_selector(checkpoint.quantization, stored, config.quantization, config.resident, told)
+    schemes = scheme_selector(checkpoint.quantization, stored, config.quantization, told)
     model_type = model_class(checkpoint.text.architecture)
     dtype = model_dtype(config.dtype, torch.device(config.device))
     model = model_type(checkpoint.text, schemes, dtype, device)

@@ -45,9 +45,9 @@ class Int4(LinearScheme):
     columns, ``columns`` int64 [in] is the permutation that sorts them by group, else None.
 
     On a Hopper GPU finishing packs them for the W4A16 kernel (``packed``, ``words``, ``arrivals``), their columns
-    sorted by group. For many rows it keeps an FP8 copy beside them (``weight``, ``scales``) if ``resident`` is "auto"
-    and the card has room, else each product dequantizes all of W again. ``ways`` says which of them is the fastest up
-    to how many rows. Elsewhere W is dequantized for good (``weight``). Experts keep no copy.
+    sorted by group. For many rows it keeps an FP8 copy beside them (``weight``, ``scales``) while half of the card
+    is free, else each product dequantizes all of W again. ``ways`` says which of them is the fastest up to how many
+    rows. Elsewhere W is dequantized for good (``weight``). Experts keep no copy.
     """
 
     shared = frozenset({"columns"})
@@ -56,7 +56,6 @@ class Int4(LinearScheme):
         if type(group_size) is not int or not (group_size == -1 or group_size > 0):
             raise CheckpointError(f"quantization_config: group_size {group_size!r:.80} is no number of columns, nor -1")
         self.group_size = group_size
-        self.resident = "auto"
         self.ways: Ways = ((MAX_ROWS, W4A16),)
         self._trusted = True  # the kernel, on this device
 
@@ -107,11 +106,11 @@ class Int4(LinearScheme):
         weight: torch.Tensor | None = None
         packed: PackedW4 | None = None
         copy: tuple[torch.Tensor | None, ...] = (None, None)
-        packs, resident = self._packs(layer), self.resident == "auto" and not layer.experts
+        packs = self._packs(layer)
         if packs:
             codes = layer.codes if layer.columns is None else layer.codes[:, layer.columns]
             packed = pack(codes, layer.scales, layer.zeros)
-        if not packs or (resident and has_units(layer) and _half_is_free(layer.device)):
+        if not packs or (not layer.experts and has_units(layer) and _half_is_free(layer.device)):
             weight = dequantize(layer.codes, layer.scales, layer.zeros, layer.columns)
         if packs and weight is not None:
             copy = quantize_weight(weight)
