@@ -190,7 +190,7 @@ class Simulation:
 
     def _apply(self, batch: ScheduledBatch, ended: float) -> None:
         self._advance(ended)
-        for sequence, _, _ in self._scheduler.apply(batch, [(1, None)] * len(batch.sampling)):
+        for sequence, _ in self._scheduler.apply(batch, [(1, None)] * len(batch.sampling)):
             counts = self.now > SKIPPED_MS
             self.tokens += counts
             if len(sequence.outputs) == 1 and counts:

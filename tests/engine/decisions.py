@@ -198,7 +198,7 @@ class Simulation:
         self._apply_until(int(bool(batch.spans) and self._mix.overlaps))
 
     def _note(self, batch: ScheduledBatch, must_finish_before_next: bool) -> None:
-        spans = [(span.sequence.request.request_id, span.start, span.end, span.samples) for span in batch.spans]
+        spans = [(span.sequence.request.request_id, span.start, span.end, bool(span.samples)) for span in batch.spans]
         queues = [
             [each.request.request_id for each in queue]
             for queue in (self._scheduler.waiting, self._scheduler.running, self._scheduler.parked)
@@ -212,7 +212,7 @@ class Simulation:
             batch, took, ended = self._under_way.popleft()
             self._pass(ended)
             self._scheduler.record_step_time(batch, took)
-            for sequence, _, _ in self._scheduler.apply(batch, [self._sampled(each) for each in batch.sampling]):
+            for sequence, _ in self._scheduler.apply(batch, [self._sampled(each) for each in batch.sampling]):
                 if sequence.finished:
                     self._again(sequence)
 

@@ -109,33 +109,39 @@ class BookkeepingRunner:
         assert singles == sorted(singles, reverse=True), "single tokens come first"
         assert len({span.sequence for span in batch.spans}) == len(batch.spans)
         for span in batch.spans:
-            assert span.count == 1 or span.end <= span.sequence.known, "only a lone token may be unknown yet"
+            known = span.sequence.known + len(span.sequence.draft)
+            assert span.count == 1 or span.end <= known, "only a lone token may be unknown yet"
+            assert not span.sequence.draft or span.samples == span.count == len(span.sequence.draft) + 1
             for position in range(span.start, span.end):
                 self.cache[self._slot(span.sequence, position)] = self._content(span.sequence, position)
-        return [self._choose(span) for span in batch.spans if span.samples]
+        return [self._choose(span, row) for span in batch.spans for row in range(span.samples)]
 
-    def _choose(self, span):
-        seen = [self.cache[self._slot(span.sequence, position)] for position in range(span.end)]
+    def _choose(self, span, row):
+        end = span.end - span.samples + 1 + row
+        seen = [self.cache[self._slot(span.sequence, position)] for position in range(end)]
         children = span.sequence.children
         if children:
             return 0, Report(0.0, tuple((child, child_logprob(seen, child)) for child in children))
         tokens = self._tokens
-        if span.sequence.mask is not None:
-            allowed = np.unpackbits(span.sequence.mask, bitorder="little")
+        mask = span.sequence.mask(row)
+        if isinstance(mask, int):
+            tokens = [token for token in tokens if token == mask]
+        elif mask is not None:
+            allowed = np.unpackbits(mask, bitorder="little")
             tokens = [token for token in tokens if allowed[token]]
         token = next_token(seen, tokens)
-        answered = span.end - span.sequence.prompt_length
+        answered = end - span.sequence.prompt_length
         script = self.script.get(span.sequence.request.request_id)
         if script is not None:
             token = script[answered % len(script)]
-        self._sampled[span.sequence, span.end] = token
+        self._sampled[span.sequence, end] = token
         return token, self.report
 
     def _slot(self, sequence, position):
         return sequence.block_table[position // self.block_size] * self.block_size + position % self.block_size
 
     def _content(self, sequence, position):
-        if position >= sequence.known:  # sampled by a step that is not applied yet
+        if position >= sequence.known + len(sequence.draft):  # sampled by a step that is not applied yet
             return self._sampled[sequence, position]
         where = np.flatnonzero(sequence.image_positions == position)
         if len(where):
@@ -212,6 +218,28 @@ def make_engine(
     config = EngineConfig(block_size=block_size, **(defaults | settings))
     runner = BookkeepingRunner(num_blocks, block_size, salt, tokens, async_launch)
     return TextEngine(runner, ByteTokenizer(), config, max_model_len, (EOS,)), runner
+
+
+class Guess:
+    """A drafter that knows the answer, and is wrong at every ``wrong``-th place of it; 0: never."""
+
+    prior = 0.5
+
+    def __init__(self, answer, wrong=0):
+        self._answer, self._wrong = answer, wrong
+
+    def propose(self, outputs, most):
+        said = len(outputs)
+        places = range(said, min(said + most, len(self._answer)))
+        return [self._answer[at] ^ bool(self._wrong and (at + 1) % self._wrong == 0) for at in places]
+
+
+def draft(engine, drafters):
+    """Has ``drafters(request)`` propose the tokens of each answer, in steps that cost the same whatever they hold."""
+    engine._drafters = drafters
+    load = engine.scheduler.load
+    load.costs.record = load.record_host_time = lambda *measured: None
+    load.costs.step_ns = lambda tokens: 1e6
 
 
 def run(engine, limit=2000):

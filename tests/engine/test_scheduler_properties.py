@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from engine_fakes import (
     EOS,
+    Guess,
     contents_of,
+    draft,
     ends,
     expected_answer,
     expected_label,
@@ -57,16 +59,20 @@ actions = st.lists(
     st.integers(5, 40),
     st.integers(1, 4),
     st.booleans(),
+    st.sampled_from([0, 1, 3, 15]),
+    st.integers(0, 4),
 )
-def test_engine_under_random_load(script, policy, num_blocks, budget, sequences, async_launch):
+def test_engine_under_random_load(script, policy, num_blocks, budget, sequences, async_launch, drafts, wrong):
     engine, _ = make_engine(
         num_blocks,
+        drafts=drafts,
         tokens=TOKENS,
         async_launch=async_launch,
         prefix_cache=policy,
         max_batched_tokens=budget,
         max_sequences=sequences,
     )
+    draft(engine, lambda request: [Guess(expected_answer(contents_of(request), 12, tokens=TOKENS), wrong)])
     submitted, events, cancelled = [], [], set()
     for action, value in script:
         if action == "submit":

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from engine_fakes import ByteTokenizer, TextEngine, make_request, run, tiny_model, tokens_of
+from engine_fakes import ByteTokenizer, Guess, TextEngine, draft, make_request, run, tiny_model, tokens_of
 from penalties_reference import plain_answer
 
 from tessera.checkpoint.config import ExpertsConfig
@@ -107,6 +107,18 @@ def test_same_tokens(way, expected, ran, monkeypatch):
     assert (engine.metrics.graph_steps > 0) == bool({"graphs", "prompt_graphs"} & WAYS[way].keys())
     assert (ran["run"] > 0) == ("prompt_graphs" in WAYS[way])
     assert bool(ran["greedy"]) == ("graphs" in WAYS[way]) and not ran["hidden"]  # greedy steps run whole graphs alone
+
+
+@pytest.mark.parametrize("expected", ["auto"], indirect=True)
+@pytest.mark.parametrize(("way", "wrong"), [("graphs", 3), ("uncached pieces", 0)])
+def test_same_tokens_of_drafts(way, wrong, expected, ran):
+    """Beside sequences that nothing is drafted for: the second of each two."""
+    _, wanted = expected
+    engine = make_engine(drafts=3, **WAYS[way])
+    draft(engine, lambda request: [Guess(wanted[int(request.request_id)], wrong)] * (int(request.request_id) % 2 == 0))
+    assert answers(engine, requests()) == wanted
+    assert engine.metrics.drafted_tokens > engine.metrics.accepted_tokens * bool(wrong)
+    assert (ran["run"] > 1) == ("prompt_graphs" in WAYS[way])
 
 
 PENALIZED = dict(repetition_penalty=0.7, frequency_penalty=0.2, presence_penalty=-0.3, no_repeat_ngram_size=2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -102,6 +102,14 @@ class HeadShape:
     head_dim: int
 
 
+class LastQueries(NamedTuple):
+    """The queries that tokens are chosen from, int64 [m] each: packed rows, contexts, and which sequence's they are."""
+
+    row: np.ndarray
+    context: np.ndarray
+    sequence: np.ndarray
+
+
 @dataclass(frozen=True)
 class SpanTable:
     """Where each sequence of the batch stands, on the host: int64 [s] each, and block numbers [s, most blocks].
@@ -115,10 +123,16 @@ class SpanTable:
     context: np.ndarray
     blocks: np.ndarray
 
-    def last_rows(self, which: np.ndarray) -> SpanTable:
-        """The table of one query a sequence, its last, for the sequences that ``which`` (bool [s]) picks."""
-        ones = np.ones(int(which.sum()), np.int64)
-        return SpanTable(np.arange(len(ones)), ones, self.context[which], self.blocks[which])
+    def last(self, samples: np.ndarray) -> LastQueries:
+        """Of each sequence the last ``samples`` (int64 [s]) queries, in their order."""
+        sequence = np.repeat(np.arange(len(samples)), samples)
+        behind = samples.cumsum()[sequence] - 1 - np.arange(len(sequence))
+        return LastQueries((self.row + self.count)[sequence] - 1 - behind, self.context[sequence] - behind, sequence)
+
+    def singles(self, queries: LastQueries) -> SpanTable:
+        """The table of these queries alone, each as if of a sequence of its own."""
+        count = len(queries.row)
+        return SpanTable(np.arange(count), np.ones(count, np.int64), queries.context, self.blocks[queries.sequence])
 
 
 @dataclass(frozen=True)

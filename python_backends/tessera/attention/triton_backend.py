@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tessera.attention.backend import AttentionBackend, AttentionStep, HeadShape, KvStorage, SpanTable
+from tessera.attention.backend import AttentionBackend, AttentionStep, HeadShape, KvStorage, LastQueries, SpanTable
 from tessera.kernels.operands import DeferredProduct, HeadNorms
 from tessera.kernels.paged_decode import choose_splits, decode_attention
 from tessera.kernels.rotary import rotate_and_store
@@ -50,10 +50,14 @@ class StaticPieces:
     """A step's spans in memory that stays where it is: a CUDA graph may hold their plan.
 
     All are pieces, single queries too. One piece more is always empty: that of the tiles that are too many.
+    Tokens are chosen from ``most_rows`` queries at most.
     """
 
-    def __init__(self, backend: TritonBackend, most_sequences: int, most_tokens: int, most_blocks: int) -> None:
+    def __init__(
+        self, backend: TritonBackend, most_sequences: int, most_rows: int, most_tokens: int, most_blocks: int
+    ) -> None:
         self._backend, self._empty, device = backend, most_sequences, backend.storage.device
+        self._last = torch.zeros((3, most_rows), dtype=torch.int64, device=device)
         self._lines = torch.zeros((3 + most_blocks, most_sequences + 1), dtype=torch.int64, device=device)
         self._tiles = torch.zeros((self._tile_count(most_tokens), 2), dtype=torch.int32, device=device)
 
@@ -64,13 +68,16 @@ class StaticPieces:
         return _Plan(None, _Pieces(rows, counts, contexts, self._lines[3:], tiles))
 
     def last(self, most_tokens: int) -> tuple[torch.Tensor, _Plan]:
-        """Each span's last query: its row, int64 [s], and the plan for them. What is no span has row 0."""
-        lines = self._lines[:, : min(most_tokens, self._empty)]
-        rows = (lines[0] + lines[1] - 1).clamp(min=0)
-        return rows, self._backend.captured_plan(lines[2], lines[3:])
+        """The queries that tokens are chosen from: their rows, int64 [m], and the plan for them. Where there are fewer,
+        the others are dummies with row 0."""
+        rows, contexts, pieces = self._last[:, :most_tokens]
+        return rows, self._backend.captured_plan(contexts, self._lines[3:].index_select(1, pieces))
 
-    def load(self, table: SpanTable) -> None:
-        """Puts a step's spans there, in place of those before."""
+    def load(self, table: SpanTable, queries: LastQueries) -> None:
+        """Puts a step's spans there, and which of their queries tokens are chosen from, in place of those before."""
+        last = np.zeros(self._last.shape, np.int64)
+        last[:, : len(queries.row)] = queries
+        load(self._last, last)
         sequences, most = table.blocks.shape
         lines = np.zeros((3 + most, self._empty + 1), np.int64)
         lines[:3, :sequences] = table.row, table.count, table.context

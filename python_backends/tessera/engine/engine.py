@@ -15,13 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tessera.engine.drafts.drafter import Drafter, Drafting
+from tessera.engine.drafts.grammar import ForcedRuns
+from tessera.engine.drafts.suffixes import BETWEEN, EarlierAnswers, Suffixes
+from tessera.engine.drafts.text import TextDraft
 from tessera.engine.process.messages import End, EngineMetrics, Progress
 from tessera.engine.scheduling.block_manager import BlockManager, image_cache_ids
 from tessera.engine.scheduling.policies import CostModel, Load, Rules
 from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from tessera.engine.sequence import Request, Sequence
 from tessera.engine.structured_output.constraints import Constraints
-from tessera.engine.structured_output.labels import LabelScorer
+from tessera.engine.structured_output.labels import LabelScorer, label_token_ids
 from tessera.engine.structured_output.sequences import ConstrainedSequence, LabelSequence, MaskLane
 from tessera.errors import InvalidRequest, Unavailable
 from tessera.settings.stages import EngineConfig
@@ -54,7 +58,8 @@ class Engine:
     ) -> None:
         blocks = BlockManager(runner.num_blocks, config.block_size)
         rules, costs = Rules(bursts=runner.async_launch), CostModel(runner.step_times)
-        self.scheduler = Scheduler(blocks, Load(config.max_batched_tokens, config.max_sequences, rules, costs))
+        limits = config.max_batched_tokens, config.max_sequences
+        self.scheduler = Scheduler(blocks, Load(*limits, rules, costs, config.drafts, config.max_rows))
         self.metrics = EngineMetrics(kv_blocks_total=runner.num_blocks, max_model_len=max_model_len)
         self.max_model_len = max_model_len
         self.weights, self.weight_bytes = runner.weights, runner.weight_bytes
@@ -64,8 +69,10 @@ class Engine:
         self._eos_token_ids = frozenset(token for token in eos_token_ids if token < runner.vocab_size)
         self.constraints = Constraints(tokenizer, runner.vocab_size, self._eos_token_ids)
         self._lane = MaskLane(max(1, config.max_sequences // _LANE_PART))
+        self._earlier = EarlierAnswers()
         self._cache_secret = secrets.token_bytes(16)
         self._under_way: deque[tuple[ScheduledBatch, SampledRows]] = deque()  # launched, not yet applied
+        self._applying_ns = 0  # what it took to take the tokens of the step applied last
         self._news = Progress()  # of the step under way
         self._lock = threading.Lock()  # guards what follows
         self._live: dict[int, Sequence] = {}  # by request number, until their ends are told
@@ -99,17 +106,17 @@ class Engine:
 
         Where the runner launches asynchronously, a step is launched before the one before it is applied, unless that
         should end first. Rows of pictures may be reused when their request's end is told: every step that reads them
-        has been applied by
-        then. If this raises, call :meth:`fail_all`.
+        has been applied by then. If this raises, call :meth:`fail_all`.
         """
         if self._under_way and self.scheduler.must_finish_before_next(self._under_way[-1][0]):
             self._apply_until(0)
-        began = _waited_ns()
+        began, began_ns, known = _waited_ns(), time.perf_counter_ns(), not self._under_way
         batch = self._plan()
         if not batch.spans and self._lane and not self._under_way:
             self._lane.wait(_LANE_WAIT_S)
         if batch.spans:
             self._mark_scheduled(batch)
+            self.scheduler.load.record_host_time(known, self._applying_ns + time.perf_counter_ns() - began_ns)
             self._under_way.append((batch, self._runner.launch(batch)))
         self.metrics.host_wait_ns += _waited_ns() - began
         self._apply_until(int(bool(batch.spans) and self._runner.async_launch))
@@ -203,8 +210,26 @@ class Engine:
             matcher = self.constraints.matcher(request.sampling)
             if matcher.slow and self._lane.full:
                 raise Unavailable("the queue is full of answers whose grammars take long; try again later")
+            if self._config.drafts:
+                forced = ForcedRuns(matcher, self._config.drafts)
+                options["drafting"] = Drafting([forced, *self._drafters(request)], self._runner.vocab_size)
             return ConstrainedSequence(request, matcher, self._lane, **options)
+        if self._config.drafts and (drafters := self._drafters(request)):
+            options["drafting"] = Drafting(drafters, self._runner.vocab_size)
         return Sequence(request, **options)
+
+    def _drafters(self, request: Request) -> list[Drafter]:
+        """Who proposes tokens for an answer as its request asks for it."""
+        asked, drafters = request.sampling, list[Drafter]()
+        if asked.draft is not None:
+            encode = partial(self._tokenizer.encode, special=False)
+            drafters.append(TextDraft(label_token_ids(asked.draft, encode)))
+        if asked.draft_pool is not None:
+            prompt = np.array(request.input_ids)
+            for start, length in np.asarray(request.spans).reshape(-1, 2):
+                prompt[start : start + length] = BETWEEN
+            drafters.append(Suffixes(prompt.tolist(), self._earlier, asked.draft_pool))
+        return drafters
 
     def _label_scorer(self, choices: SequenceType[str]) -> LabelScorer:
         if not self._eos_token_ids:
@@ -256,31 +281,44 @@ class Engine:
             self._apply(*self._under_way.popleft())
 
     def _apply(self, batch: ScheduledBatch, result: SampledRows) -> None:
-        taken = self.scheduler.apply(batch, result.tokens())
+        tokens = result.tokens()
+        began_ns = time.perf_counter_ns()
+        drafted = batch.rows - len(batch.sampling)
+        taken = self.scheduler.apply(batch, tokens)
         self._lane.begin()
         device_ns = result.device_ns()
         self.scheduler.record_step_time(batch, device_ns)
         self.metrics.busy_ns += device_ns
         now = time.monotonic_ns()
-        for sequence, token, report in taken:
+        for sequence, answer in taken:
             sequence.first_token_ns = sequence.first_token_ns or now
-            if token is not None:
+            for token, report in answer:
                 self._news.tokens.append((sequence.request.number, token, report))
             if sequence.finished:
                 self._end(sequence)
             if sequence.error is not None:
-                self.metrics.not_finite_logits += token is None
+                self.metrics.not_finite_logits += not sequence.finite
                 _LOG.error("request %r: %s", sequence.request.request_id, sequence.error)
+        if drafted:
+            self.metrics.drafted_steps += 1
+            self.metrics.drafted_tokens += drafted
+            self.metrics.accepted_tokens += sum(max(0, len(answer) - 1) for _, answer in taken)
+        self._applying_ns = time.perf_counter_ns() - began_ns
 
     def _end(self, sequence: Sequence) -> None:
         number, reason = sequence.request.number, sequence.finish_reason or ""
         with self._lock:
             del self._live[number]
         self._lane.leave(sequence)
+        drafted, pool = (0, 0), sequence.request.sampling.draft_pool
+        if sequence.drafting is not None:
+            drafted = sequence.drafting.proposed, sequence.drafting.accepted
+            if pool is not None:
+                self._earlier.add(pool, sequence.outputs)
         sequence.embeddings = None
         self.metrics.finished[reason] += 1
         times = (sequence.cached_tokens, sequence.scheduled_ns, sequence.first_token_ns)
-        self._news.ends.append(End(number, reason, sequence.error, *times, sequence.labels))
+        self._news.ends.append(End(number, reason, sequence.error, *times, sequence.labels, drafted_tokens=drafted))
 
     def _emit(self, batch: ScheduledBatch) -> Progress:
         metrics, scheduler = self.metrics, self.scheduler

@@ -11,6 +11,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Collection
+from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -22,6 +23,8 @@ from tessera.prompt.sampling import SamplingParameters, rank
 
 if TYPE_CHECKING:
     import torch
+
+    from tessera.engine.drafts.drafter import Drafting
 
 
 _PLACES = 64  # made at a time for an answer's tokens, at first
@@ -48,8 +51,10 @@ class Sequence:
 
     Positions count from 0 over prompt and answer. ``computed`` positions have keys and values in ``block_table``
     (counted when their step is planned). ``in_flight`` tokens were planned to be sampled but are not known yet, so
-    that a step may be planned while the one before it still runs. What follows the prompt has on all of its
-    ``position_axes`` the same rotary position: its place plus ``position_offset``. ``identities`` int64 [n] or
+    that a step may be planned while the one before it still runs. The step in flight may verify a ``draft``: tokens
+    that are taken to follow the known ones, of which each position chooses the next token, so that between one and
+    all of these and one more become known. What follows the prompt has on all of its ``position_axes`` the same rotary
+    position: its place plus ``position_offset``. ``identities`` int64 [n] or
     [n, 1 + axes] is what prefixes are compared by: the ``cache_ids`` int64 [n] and, where the request gave any, the
     rotary positions.
     """
@@ -64,11 +69,13 @@ class Sequence:
         cache_salt: int = 0,
         stop_ids: Collection[int] = (),
         max_tokens: int | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         """``cache_limit``: positions at the front that may be reused by others; None is all. ``image_cache_ids``
         int64: one id a picture row, which stands for the row wherever prefixes are compared. ``cache_salt`` keeps
         apart prefixes whose keys and values differ though their tokens agree. ``stop_ids``: tokens that end an
         answer; the request may name others besides. ``max_tokens``: None is the request's, which must then say.
+        ``drafting``: who proposes its drafts; None: nobody.
         """
         prompt = np.asarray(request.input_ids)
         spans = np.asarray(request.spans).reshape(-1, 2)
@@ -103,6 +110,8 @@ class Sequence:
         self.cache_limit = self.prompt_length + self.max_tokens if cache_limit is None else cache_limit
         self.cache_salt = cache_salt
         self.outputs: list[int] = []
+        self.drafting = drafting
+        self.draft: SequenceType[int] = ()
         self.in_flight = 0
         self.computed = 0
         self.block_table = array("q")  # int64, which numpy reads as it is
@@ -113,6 +122,7 @@ class Sequence:
         self.follows = False  # most of its prompt was cached when it came
         self.finish_reason: str | None = None
         self.error: str | None = None  # why the reason is "error", in words for the client
+        self.finite = True  # whether the logits of all tokens so far were
         self.scheduled_ns = 0
         self.first_token_ns = 0
         self._make_places()
@@ -124,12 +134,12 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Positions planned: known ones and those whose token is being sampled."""
-        return self.known + self.in_flight
+        """Positions planned: known ones and those whose token is being sampled or verified."""
+        return self.known + self.in_flight + len(self.draft)
 
     @property
     def place(self) -> int:
-        """Of the last token in flight, in the answer."""
+        """Of the last token in flight, in the answer; of a step that verifies a draft its first one."""
         return len(self.outputs) + self.in_flight - 1
 
     @property
@@ -141,7 +151,7 @@ class Sequence:
     def pending(self) -> int:
         """Positions that a step could run now."""
         planned = len(self.outputs) + self.in_flight
-        if self.in_flight and planned >= self.max_tokens:
+        if self.in_flight and (self.draft or planned >= self.max_tokens):
             return 0
         return self.prompt_length + planned - self.computed  # not self.length: once a token
 
@@ -160,10 +170,17 @@ class Sequence:
         """Tokens whose log probabilities are asked for, where labels are scored."""
         return ()
 
-    @property
-    def mask(self) -> np.ndarray | None:
-        """The tokens that may come next, uint8 [ceil(vocabulary / 8)] with the lowest bit first; None: any."""
+    def mask(self, drafted: int = 0) -> np.ndarray | int | None:
+        """The tokens that may come next, uint8 [ceil(vocabulary / 8)] with the lowest bit first, or the only one; None:
+        any.
+
+        ``drafted``: behind so many tokens of the draft.
+        """
         return None
+
+    def verifiable(self, draft: SequenceType[int]) -> SequenceType[int]:
+        """As much of a draft as the next step may verify."""
+        return draft
 
     @property
     def labels(self) -> LabelAnswer | None:
@@ -178,17 +195,29 @@ class Sequence:
         """Whether it goes before one that came earlier."""
         return self.request.sampling.priority < other.request.sampling.priority and self.rank < other.rank
 
-    def take(self, token: int, report: Report | None = None) -> bool:
-        """Takes what a step sampled, and ends the sequence if it was the last one or none.
+    def take(self, chosen: SequenceType[SampledToken]) -> list[SampledToken]:
+        """Takes what a step sampled, and ends the sequence if that was its last token or none.
 
-        Returns whether the token is part of the answer.
+        ``chosen``: one token, and one behind each token of the draft. They count up to the first that is not the
+        draft's own. Returns those that are part of the answer.
         """
-        if token == NOT_FINITE:
-            step = "decode" if self.outputs else "prefill"
-            self.finish_reason = "error"
-            self.error = f"the model's logits are NaN or infinite ({step}, position {self.known - 1})"
-            return False
-        return self._accept(token, report)
+        draft, self.draft = self.draft, ()
+        taken = []
+        for place, (token, report) in enumerate(chosen):
+            if token == NOT_FINITE:
+                step = "decode" if self.outputs else "prefill"
+                self.finish_reason, self.finite = "error", False
+                self.error = f"the model's logits are NaN or infinite ({step}, position {self.known - 1})"
+                break
+            if self._accept(token, report):
+                taken.append(chosen[place])
+            if self.finished or place == len(draft) or token != draft[place]:
+                break
+        if draft:
+            self.computed = min(self.computed, self.known - 1)  # it is 0 where the blocks were given back meanwhile
+            assert self.drafting is not None, "nobody drafted this"
+            self.drafting.learn(len(draft), place)
+        return taken
 
     def _accept(self, token: int, report: Report | None) -> bool:
         place = self.known
@@ -200,16 +229,19 @@ class Sequence:
             self.finish_reason = "length"
         return True
 
-    def expect(self) -> None:
-        """A step was planned that samples the next token."""
+    def expect(self, draft: SequenceType[int] = ()) -> None:
+        """A step was planned that samples the next token, and verifies ``draft``."""
         self.in_flight += 1
+        self.draft = draft
         self._make_places()
+        if draft:
+            self.ids[self.known : self.known + len(draft)] = draft
 
     def _make_places(self) -> None:
         """Lengthens the arrays where they end with the planned positions; few answers come near their limit."""
         start = len(self.ids)
-        if self.prompt_length + len(self.outputs) + self.in_flight < start:  # not self.length: once a token
-            return
+        if self.prompt_length + len(self.outputs) + self.in_flight + len(self.draft) < start:  # not self.length:
+            return  # once a token
         end = min(self.length + max(len(self.outputs), _PLACES), self.prompt_length + self.max_tokens)
         new = np.zeros(end - start, np.int64)
         self.ids = np.concatenate([self.ids, new])

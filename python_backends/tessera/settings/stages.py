@@ -37,7 +37,7 @@ class EngineConfig:
     ``weights``: "random" draws them from ``seed`` instead of reading the checkpoint's. ``quantization``: "checkpoint"
     runs the weights as they are stored, "fp8" quantizes unquantized ones, all but the head's, while they are read (a
     user says it for both stages at once). ``attention``: a backend's name, or "auto". ``threads``: torch's intra-op
-    threads on the CPU.
+    threads on the CPU. ``drafts``: the most tokens that are proposed for a sequence and verified in one step; 0 none.
     """
 
     device: str = "cpu"
@@ -57,6 +57,7 @@ class EngineConfig:
     quantization: str = setting("checkpoint", common=True, choices=LANGUAGE_QUANTIZATIONS)
     attention: str = setting("auto", settable=False)
     threads: int = setting(1, least=1)
+    drafts: int = setting(0, least=0, most=15)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -70,6 +71,11 @@ class EngineConfig:
                 f"engine: max_sequences {self.max_sequences} must stay below max_batched_tokens "
                 f"{self.max_batched_tokens}, or decodes could keep every prompt out"
             )
+
+    @property
+    def max_rows(self) -> int:
+        """Tokens that a step may choose: one a sequence, and as many again behind drafts."""
+        return self.max_sequences * (2 if self.drafts else 1)
 
 
 @dataclass(frozen=True)

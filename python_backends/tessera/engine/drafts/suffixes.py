@@ -49,6 +49,8 @@ class Suffixes:
     ``prompt``: its tokens, BETWEEN where pictures stand. ``name``: of the earlier answers.
     """
 
+    prior = 0.4
+
     def __init__(self, prompt: Sequence[int], earlier: EarlierAnswers, name: str | None) -> None:
         self._unread = list(prompt[-PROMPT_TOKENS:])
         self._prompt = SuffixAutomaton()

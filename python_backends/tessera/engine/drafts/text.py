@@ -17,6 +17,8 @@ class TextDraft:
     its tokens are taken to stand in the place of the draft's, one for one.
     """
 
+    prior = 0.9
+
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = list(tokens)
         self._automaton = SuffixAutomaton()

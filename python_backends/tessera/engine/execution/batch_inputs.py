@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tessera.attention.backend import SpanTable
+from tessera.attention.backend import LastQueries, SpanTable
 from tessera.engine.scheduling.scheduler import ScheduledBatch, ScheduledSpan
 from tessera.kernels.transfer import to_device
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One step on the host; n packed tokens, s sequences, m of them sampling.
+    """One step on the host; n packed tokens, s sequences, m tokens to choose.
 
     ``ids`` int64 [n]; ``source`` int64 [n]: which token of the step before stands there, -1 where ``ids`` knows it;
     ``positions`` int64 [axes, n], or [1, n] where all axes agree; ``rope_lengths`` int64 [n], the sequence length that
-    rules each token's rotary base; ``slots`` int64 [n]; ``sample_rows`` int64 [m]; ``table`` and ``sampling`` (bool
-    [s]) describe the sequences. ``decodes``: whether each of them continues its answer by one token.
+    rules each token's rotary base; ``slots`` int64 [n]; ``table`` describes the sequences, ``last`` the m queries that
+    tokens are chosen from. ``decodes``: whether each sequence continues its answer by one token.
     """
 
     ids: np.ndarray
@@ -28,14 +28,14 @@ class PackedBatch:
     positions: np.ndarray
     rope_lengths: np.ndarray
     slots: np.ndarray
-    sample_rows: np.ndarray
     table: SpanTable
-    sampling: np.ndarray
+    last: LastQueries
     decodes: bool
 
 
 def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) -> PackedBatch:
-    """Packs the batch's spans. ``previous``: by id(sequence), its place among the tokens of the step before this."""
+    """Packs the batch's spans. ``previous``: by id(sequence), its place among the tokens of the step before this, of
+    those that stand alone there."""
     spans = batch.spans
     sequences = [span.sequence for span in spans]
     numbers = [
@@ -45,7 +45,7 @@ def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) ->
     start, context, samples, prompt, known, offset = np.array(numbers, np.int64).T
     count = context - start
     row = np.cumsum(count) - count
-    last, sampling = row + count - 1, samples > 0
+    known = known + (samples - 1).clip(0)  # a draft's tokens are
 
     tables = [sequence.block_table for sequence in sequences]
     held = np.array([len(table) for table in tables])
@@ -60,8 +60,9 @@ def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) ->
     unknown = context > known  # whose only token is still being sampled
     source[row[unknown]] = [previous[id(sequences[place])] for place in np.flatnonzero(unknown).tolist()]
     for place in np.flatnonzero(~unknown).tolist():
-        ids[row[place] : last[place] + 1] = sequences[place].ids[spans[place].start : spans[place].end]
+        ids[row[place] : row[place] + count[place]] = sequences[place].ids[spans[place].start : spans[place].end]
     reading = [(spans[place], int(row[place])) for place in np.flatnonzero(start < prompt).tolist()]
+    table = SpanTable(row, count, context, blocks)
     return PackedBatch(
         ids=ids,
         source=source,
@@ -69,10 +70,9 @@ def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) ->
         # A prompt is rotated as a whole; what follows grows the length one by one.
         rope_lengths=np.maximum(prompt[owner], index + 1),
         slots=blocks[owner, index // block_size] * block_size + index % block_size,
-        sample_rows=last[sampling],
-        table=SpanTable(row, count, context, blocks),
-        sampling=sampling,
-        decodes=bool((sampling & (count == 1) & (start >= prompt)).all()),
+        table=table,
+        last=table.last(samples),
+        decodes=bool(((samples == 1) & (count == 1) & (start >= prompt)).all()),
     )
 
 

@@ -84,7 +84,7 @@ def prompts_of(tokens: int, max_model_len: int, config: EngineConfig) -> tuple[S
         sequence.expect()
         count = -(-length // config.block_size)
         sequence.block_table = array("q", range(first, first + count))
-        spans.append(ScheduledSpan(sequence, 0, length, True))
+        spans.append(ScheduledSpan(sequence, 0, length, 1))
         left, first = left - length, first + count
     return ScheduledBatch(sorted(spans, key=lambda span: span.count > 1)), first
 

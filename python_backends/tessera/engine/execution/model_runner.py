@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from tessera.attention.backend import AttentionBackend, AttentionStep, KvStorage, create_backend
@@ -39,7 +39,8 @@ class ModelRunner:
     steps that were measured before any request came.
     """
 
-    def __init__(self, model: Qwen2, attention: AttentionBackend, max_sequences: int) -> None:
+    def __init__(self, model: Qwen2, attention: AttentionBackend, max_sequences: int, max_rows: int) -> None:
+        """``max_rows``: tokens that a step may choose."""
         weight = model.embedding.get_buffer("weight")
         self.vocab_size = model.config.vocab_size
         self.hidden_size = model.config.row_size
@@ -57,8 +58,9 @@ class ModelRunner:
         self._prompt_graphs: PromptGraphs | None = None
         # The tokens of the step before, and whose they are (by id(), which keeps nobody's rows alive): the next step
         # is launched before the host knows them.
-        self._last_sampled = torch.zeros(max_sequences, dtype=torch.int64, device=weight.device)
+        self._last_sampled = torch.zeros(max_rows, dtype=torch.int64, device=weight.device)
         self._previous: dict[int, int] = {}
+        self._max_sequences = max_sequences
         self._histories = Histories(max_sequences, weight.device)
 
     @classmethod
@@ -71,7 +73,8 @@ class ModelRunner:
 
         def runner(num_blocks: int) -> ModelRunner:
             storage = KvStorage(layers, (num_blocks, *block), weight.dtype, weight.device, fp8)
-            return cls(model, create_backend(config.attention, heads, storage), config.max_sequences)
+            attention = create_backend(config.attention, heads, storage)
+            return cls(model, attention, config.max_sequences, config.max_rows)
 
         block_bytes = KvStorage(layers, (1, *block), weight.dtype, torch.device("meta"), fp8).nbytes
         num_blocks = count_blocks(
@@ -116,7 +119,7 @@ class ModelRunner:
             if batch_sizes:
                 self._graphs = DecodeGraphs(self._model, self._attention, batch_sizes, most_blocks, self._last_sampled)
             if token_counts:
-                limits = len(self._last_sampled), most_blocks
+                limits = self._max_sequences, len(self._last_sampled), most_blocks
                 self._prompt_graphs = PromptGraphs(self._model, self._attention, token_counts, *limits)
 
     def cache_salt(self, prompt_length: int) -> int:
@@ -124,7 +127,7 @@ class ModelRunner:
         return self._model.rotary.salt(prompt_length)
 
     def launch(self, batch: ScheduledBatch) -> SampledRows:
-        """Starts the step; the result waits for a token for each of ``batch.sampling``."""
+        """Starts the step; the result waits for its ``batch.rows`` tokens."""
         with torch.inference_mode():
             started = Moment(self._last_sampled.device)
             packed = self._pack(batch)
@@ -139,7 +142,8 @@ class ModelRunner:
             else:
                 sampled = self._sample(self._model.logits(graphs.hidden(packed)), batch, plain, started)
                 self.graph_steps += 1
-        self._previous = {id(sequence): place for place, sequence in enumerate(batch.sampling)}
+        first = accumulate((1 + len(sequence.draft) for sequence in batch.sampling), initial=0)
+        self._previous = {id(sequence): place for sequence, place in zip(batch.sampling, first)}
         return sampled
 
     def _sample(self, logits: torch.Tensor, batch: ScheduledBatch, plain: bool, started: Moment) -> SampledRows:
@@ -147,7 +151,7 @@ class ModelRunner:
         if plain:
             sampled = SampledRows(greedy(logits), started)
         else:
-            rows = [SamplingRow.of(sequence) for sequence in batch.sampling]
+            rows = [SamplingRow.of(each, drafted) for each in batch.sampling for drafted in range(1 + len(each.draft))]
             sampled = sample(logits, rows, started, penalties)
         if penalties is not None:
             penalties.append(sampled.ids)
@@ -155,7 +159,7 @@ class ModelRunner:
         return sampled
 
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Writes the batch's keys and values; float32 [m, vocabulary] for the sequences that sample."""
+        """Writes the batch's keys and values; float32 [m, vocabulary] for the tokens to choose."""
         with torch.inference_mode():
             return self._forward(self._pack(batch), batch).float()
 
@@ -171,8 +175,6 @@ class ModelRunner:
         if self._prompt_graphs is not None and self._prompt_graphs.fits(packed):
             self.graph_steps += 1
             hidden = self._prompt_graphs.run(packed, x)
-            if not packed.sampling.all():
-                hidden = hidden[to_device(np.flatnonzero(packed.sampling), device)]
         else:
             last_step = step = self._last_step(packed)
             if step.rows is not None:
@@ -186,8 +188,8 @@ class ModelRunner:
         positions, lengths = to_device(packed.positions, device), to_device(packed.rope_lengths, device)
         cos, sin = self._model.rotary.angles(positions, lengths)
         rows, table = None, packed.table
-        if len(packed.sample_rows) != len(packed.ids):
-            rows, table = to_device(packed.sample_rows, device), table.last_rows(packed.sampling)
+        if len(packed.last.row) != len(packed.ids):
+            rows, table = to_device(packed.last.row, device), table.singles(packed.last)
         return AttentionStep(cos, sin, to_device(packed.slots, device), rows, self._attention.plan(table))
 
 

@@ -7,7 +7,8 @@ Penalties on tokens that a sequence holds already, and n-grams that it may not s
 
 They need the token of the step before, which the host does not know yet when it launches the next step. So the tokens
 of the sequences that ask for penalties stand on the device, a line each, and every step appends its own to them. The
-host writes a line only when a sequence begins, or comes back after steps without it: then it knows all its tokens.
+host writes a line only when a sequence begins, or comes back after steps without it: then it knows all its tokens. Of
+a draft the rows share their sequence's line, each up to its own place, and the step appends what turns out to be right.
 
 Semantics are those of transformers' RepetitionPenaltyLogitsProcessor and NoRepeatNGramLogitsProcessor and of vLLM's
 presence and frequency penalties. A picture is one token that equals no other.
@@ -33,7 +34,7 @@ class SamplingRow(NamedTuple):
     """What one token needs: parameters, the seed, its place in the answer, and tokens that it may not be.
 
     ``children``: tokens whose log probabilities are asked for instead, where labels are scored. ``mask``: the tokens
-    that it may be, uint8 [ceil(vocabulary / 8)] with the lowest bit first; None: any.
+    that it may be, uint8 [ceil(vocabulary / 8)] with the lowest bit first, or the only one; None: any.
     """
 
     parameters: SamplingParameters
@@ -41,13 +42,14 @@ class SamplingRow(NamedTuple):
     place: int
     forbidden: frozenset[int] = frozenset()
     children: tuple[int, ...] = ()
-    mask: np.ndarray | None = None
+    mask: np.ndarray | int | None = None
 
     @classmethod
-    def of(cls, sequence: Sequence) -> SamplingRow:
-        """The row of a sequence's token that is in flight; while it is short of min_tokens it may not stop."""
+    def of(cls, sequence: Sequence, drafted: int = 0) -> SamplingRow:
+        """The row of a sequence's token that is in flight, or of that behind so many tokens of its draft; while it is
+        short of min_tokens it may not stop."""
         parameters = sequence.request.sampling
-        place, mask = sequence.place, sequence.mask  # which knows of min_tokens
+        place, mask = sequence.place + drafted, sequence.mask(drafted)  # which knows of min_tokens
         short = place < parameters.min_tokens and mask is None
         forbidden = sequence.stop_ids if short else frozenset()
         return cls(parameters, sequence.seed, place, forbidden, sequence.children, mask)
@@ -128,14 +130,20 @@ def sample(
     if forbidden:
         places = to_device(np.array(forbidden, np.int64), device)
         logits[places[:, 0], places[:, 1]] = float("-inf")
-    masked = [i for i, row in enumerate(rows) if row.mask is not None]
-    if masked:
-        _mask(logits, masked, np.stack([mask for row in rows if (mask := row.mask) is not None]))
+    masks = {i: row.mask for i, row in enumerate(rows) if isinstance(row.mask, np.ndarray)}
+    if masks:
+        _mask(logits, [*masks], np.stack([*masks.values()]))
     tokens = logits.argmax(dim=-1)
-    drawn = [i for i, row in enumerate(rows) if row.parameters.temperature > 0]
+    only = {i: row.mask for i, row in enumerate(rows) if isinstance(row.mask, int)}
+    drawn = [i for i, row in enumerate(rows) if row.parameters.temperature > 0 and i not in only]
     if drawn:
-        chosen = to_device(np.array(drawn, np.int64), device)
-        tokens[chosen] = _draw(logits[chosen].float(), [rows[i] for i in drawn])
+        for first in range(0, len(drawn), _DRAWN_AT_ONCE):
+            part = drawn[first : first + _DRAWN_AT_ONCE]
+            chosen = to_device(np.array(part, np.int64), device)
+            tokens[chosen] = _draw(logits[chosen].float(), [rows[i] for i in part])
+    if only:
+        places = to_device(np.array([*only.items()], np.int64), device)
+        tokens[places[:, 0]] = places[:, 1]
     if logprobs is None:
         return SampledRows(_checked(tokens, spread), started)
     counts, wanted = _wanted(logprobs, [rows[i] for i in reported])
@@ -209,6 +217,7 @@ def _draw(logits: torch.Tensor, rows: SequenceType[SamplingRow]) -> torch.Tensor
     return order.gather(1, place.minimum(kept - 1).clamp(min=0))[:, 0]  # of NaN none is kept
 
 
+_DRAWN_AT_ONCE = 256  # rows, each of which takes 50 bytes a token of the vocabulary meanwhile
 _LEAST_WIDTH = 256
 _SPARE = 4
 _SMALLEST = 1e-30  # of repetition penalties; below it logits would overflow
@@ -217,6 +226,7 @@ _SMALLEST = 1e-30  # of repetition penalties; below it logits would overflow
 # A line's numbers: where the sequence's tokens stand, how many are its prompt's, how many of its answer's the next step
 # finds, and the size of n-grams that it may not repeat.
 _SLOT, _PROMPT, _ANSWER, _SIZE = range(4)
+_AS_KNOWN = -1  # as many of the answer as the host knows by the next step: of a draft so much was right
 
 
 class Histories:
@@ -236,7 +246,7 @@ class Histories:
         self._amounts = np.zeros((1, 3), np.float32)  # repetition, frequency, presence
 
     def select(self, sequences: SequenceType[Sequence]) -> Penalties | None:
-        """The penalties of a step that samples a token for each of these; None when none asks for any.
+        """The penalties of a step that samples tokens for these; None when none asks for any.
 
         It must be called for every step that samples, in order.
         """
@@ -248,6 +258,9 @@ class Histories:
         found = np.array([before.get(id(sequence), -1) for sequence in asked])
         places = np.array([sequence.place for sequence in asked])
         lines, amounts = self._lines[found], self._amounts[found]
+        # One that has said nothing is new, though it may go by the id of one that is gone.
+        as_known = (lines[:, _ANSWER] == _AS_KNOWN) & (places > 0)
+        lines[as_known, _ANSWER] = places[as_known]
         begins = (found < 0) | (lines[:, _ANSWER] != places)
         histories = [history(asked[number]) for number in np.flatnonzero(begins)]
         if histories:
@@ -259,12 +272,15 @@ class Histories:
             sizes = [sequence.request.sampling.no_repeat_ngram_size for sequence in new]
             lines[begins] = np.stack([free, prompts, answers, sizes], axis=1)
             amounts[begins] = [_amounts(sequence.request.sampling) for sequence in new]
-        self._widen(int((lines[:, _PROMPT] + places).max()) + 1)
+        counts = np.array([1 + len(sequence.draft) for sequence in sequences])
+        rows = _Rows.of(asking, counts, lines, amounts, [token for sequence in asked for token in sequence.draft])
+        self._widen(int(rows.lengths.max()) + 1)
         if histories:
             self._write(lines[begins], histories)
         self._before = {id(sequence): number for number, sequence in enumerate(asked)}
         self._lines, self._amounts = lines + np.eye(4, dtype=np.int64)[_ANSWER], amounts
-        return Penalties(self, asking, lines, amounts)
+        self._lines[counts[asking] > 1, _ANSWER] = _AS_KNOWN
+        return Penalties(self, rows)
 
     def forget(self) -> None:
         """For a step that samples without penalties."""
@@ -288,21 +304,59 @@ class Histories:
         self.echoes[where, :width] = matches
 
 
+class _Rows(NamedTuple):
+    """A step's rows that ask for penalties, int64 [r], those of one sequence behind each other.
+
+    ``places``: where they stand among all the step's rows; ``lines`` [r, 4] with the answers as long as each row finds
+    them, ``amounts`` float32 [r, 3]; ``drafted``: how many tokens of its sequence's draft a row stands behind;
+    ``following``: the draft's token behind a row, -2 where there is none.
+    """
+
+    places: np.ndarray
+    lines: np.ndarray
+    amounts: np.ndarray
+    drafted: np.ndarray
+    following: np.ndarray
+
+    @classmethod
+    def of(
+        cls, asking: list[int], counts: np.ndarray, lines: np.ndarray, amounts: np.ndarray, drafts: list[int]
+    ) -> _Rows:
+        """``asking``: which sequences ask; ``counts`` int64: how many rows each of all has."""
+        count, first = counts[asking], (counts.cumsum() - counts)[asking]
+        owner = np.repeat(np.arange(len(asking)), count)
+        drafted = np.arange(len(owner)) - (count.cumsum() - count)[owner]
+        following = np.full(len(owner), -2)
+        following[drafted < (count - 1)[owner]] = drafts
+        lines = lines[owner]
+        lines[:, _ANSWER] += drafted
+        return cls(first[owner] + drafted, lines, amounts[owner], drafted, following)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.lines[:, _PROMPT] + self.lines[:, _ANSWER]
+
+
 class Penalties:
     """One step's: :meth:`applied` before its tokens are chosen, :meth:`append` afterwards."""
 
-    def __init__(self, histories: Histories, places: list[int], lines: np.ndarray, amounts: np.ndarray) -> None:
-        """``places``: which of the step's rows ask for penalties; ``lines`` and ``amounts`` are these ones'."""
-        device = histories.device
-        lengths = lines[:, _PROMPT] + lines[:, _ANSWER]
-        numbers = np.stack([places, lines[:, _SLOT], lengths, lines[:, _PROMPT], lines[:, _SIZE]])
+    def __init__(self, histories: Histories, rows: _Rows) -> None:
+        device, lines, amounts = histories.device, rows.lines, rows.amounts
+        numbers = [rows.places, lines[:, _SLOT], rows.lengths, lines[:, _PROMPT], lines[:, _SIZE]]
         self._histories = histories
-        self._width = int(lengths.max())
+        self._rows = rows
+        self._width = int(rows.lengths.max())
         self._counts = bool(amounts[:, 1:].any())
         self._ngrams = bool(lines[:, _SIZE].any())
-        self._places, self._slots, self._lengths, self._prompts, self._sizes = to_device(numbers, device)
+        self._places, self._slots, self._lengths, self._prompts, self._sizes = to_device(np.stack(numbers), device)
         self._repetition, self._frequency, self._presence = to_device(amounts.T, device)[:, :, None]
+        if rows.drafted.any():
+            behind = np.flatnonzero(rows.drafted)
+            written = [lines[behind, _SLOT], rows.lengths[behind] - 1, rows.following[behind - 1]]
+            slots, at, drafts = to_device(np.stack(written), device)
+            histories.tokens[slots, at] = drafts.int()
         self._tokens = histories.tokens[self._slots, : self._width].long()
+        self._echoes = self._echoes_of_drafts() if self._ngrams else None
 
     def applied(self, logits: torch.Tensor) -> torch.Tensor:
         """logits of any float dtype [m, vocabulary] -> float32, changed for the rows that ask for it."""
@@ -324,10 +378,9 @@ class Penalties:
             values -= self._frequency * times
             values -= self._presence * (times > 0)
         scores.scatter_(1, index, values)  # a token's places all hold the same value
-        if self._ngrams:
+        if self._echoes is not None:
             sizes = self._sizes[:, None]
-            echoes = self._histories.echoes[self._slots, : self._width]
-            repeats = known & (sizes > 0) & (echoes >= sizes - 1)
+            repeats = known & (sizes > 0) & (self._echoes >= sizes - 1)
             scores.scatter_(1, torch.where(repeats, tokens, vocabulary), float("-inf"))
         changed = scores[:, :vocabulary]
         if everybody:  # a batch's logits are large: nobody else's are copied, nor these once more
@@ -337,14 +390,42 @@ class Penalties:
         return logits
 
     def append(self, chosen: torch.Tensor) -> None:
-        """``chosen`` int64 [m]: the step's tokens."""
-        histories, width = self._histories, self._width
+        """``chosen`` int64 [m]: the step's tokens; where a draft was, those that it was right about, and the next."""
+        histories = self._histories
+        slots, lengths, tokens, echoes = self._slots, self._lengths, self._tokens, self._echoes
         chosen = chosen[self._places]
-        if self._ngrams:
-            longer = histories.echoes[self._slots, :width] + 1
-            same = self._tokens == chosen[:, None]
-            histories.echoes[self._slots, 1 : width + 1] = longer.where(same, 0)
-        histories.tokens[self._slots, self._lengths] = chosen.int()
+        if self._rows.drafted.any():
+            last = self._last_right(chosen)
+            chosen, slots, lengths, tokens = chosen[last], slots[last], lengths[last], tokens[last]
+            echoes = None if echoes is None else echoes[last]
+        if echoes is not None:
+            histories.echoes[slots, 1 : self._width + 1] = _longer(echoes, tokens, chosen)
+        histories.tokens[slots, lengths] = chosen.int()
+
+    def _echoes_of_drafts(self) -> torch.Tensor:
+        """int32 [r, width]: those of each row, of a line that ends where the row does."""
+        echoes, drafted = self._histories.echoes[self._slots, : self._width], self._rows.drafted
+        for step in range(int(drafted.max())):
+            at = np.minimum(self._rows.lengths - drafted + step, self._width - 1)
+            token = self._tokens.gather(1, to_device(at[:, None], echoes.device))[:, 0]
+            behind = to_device(drafted > step, echoes.device)[:, None]
+            echoes = pad(_longer(echoes, self._tokens, token), (1, 0))[:, : self._width].where(behind, echoes)
+        return echoes
+
+    def _last_right(self, chosen: torch.Tensor) -> torch.Tensor:
+        """int64, a row of each sequence: the one behind all that the draft was right about. ``chosen`` int64 [r]."""
+        firsts = np.flatnonzero(self._rows.drafted == 0)
+        owner = to_device(np.repeat(np.arange(len(firsts)), np.diff(firsts, append=len(chosen))), chosen.device)
+        first = to_device(firsts, chosen.device)
+        wrong = (chosen != to_device(self._rows.following, chosen.device)).long()
+        before = wrong.cumsum(0) - wrong
+        right_so_far = (before == before[first][owner]).long()
+        return first - 1 + torch.zeros_like(first).index_add_(0, owner, right_so_far)
+
+
+def _longer(echoes: torch.Tensor, tokens: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """What echoes at places 1.. are once ``token`` int64 [r] was appended; echoes and tokens [r, width]."""
+    return (echoes + 1).where(tokens == token[:, None], 0)
 
 
 def _amounts(asked: SamplingParameters) -> tuple[float, float, float]:

@@ -142,21 +142,27 @@ _MOST_PRODUCTS = 17e12  # multiplications of a step; from there on the GPU takes
 
 
 class PromptGraphs(_StepGraphs):
-    """Steps of up to ``max(sizes)`` tokens of ``most_sequences``, which hold at most ``most_blocks`` each; recorded as
-    this is made."""
+    """Steps of up to ``max(sizes)`` tokens of ``most_sequences``, which hold at most ``most_blocks`` each, and that
+    choose ``most_rows`` tokens; recorded as this is made."""
 
     def __init__(
-        self, model: Qwen2, attention: AttentionBackend, sizes: list[int], most_sequences: int, most_blocks: int
+        self,
+        model: Qwen2,
+        attention: AttentionBackend,
+        sizes: list[int],
+        most_sequences: int,
+        most_rows: int,
+        most_blocks: int,
     ) -> None:
         # Only our own kernels read plans from static memory, and triton need not be there without graphs.
         from tessera.attention.triton_backend import StaticPieces, TritonBackend
 
         assert isinstance(attention, TritonBackend)
         most = max(sizes)
-        super().__init__(model, attention, most, 0, min(most, most_sequences))
+        super().__init__(model, attention, most, 0, min(most, most_rows))
         self._most_blocks = min(most_blocks, -(-_MOST_CONTEXT // attention.storage.block_size))
-        self._most_sequences = most_sequences
-        self._pieces = StaticPieces(attention, most_sequences, most, self._most_blocks)
+        self._most_sequences, self._most_rows = most_sequences, most_rows
+        self._pieces = StaticPieces(attention, most_sequences, most_rows, most, self._most_blocks)
         self._x = self._hidden.new_zeros((most, model.config.row_size))
         self._graphs = GraphPool("prompt graphs", sizes, self._run, self._device)
         self._graphs.record(self._fill_with_dummies)
@@ -164,19 +170,19 @@ class PromptGraphs(_StepGraphs):
     def fits(self, packed: PackedBatch) -> bool:
         """Whether a step has a graph."""
         sequences, most = packed.table.blocks.shape
-        tokens = len(packed.ids)
-        return tokens <= self._graphs.sizes[-1] and sequences <= self._most_sequences and most <= self._most_blocks
+        fits = sequences <= self._most_sequences and len(packed.last.row) <= self._most_rows
+        return fits and len(packed.ids) <= self._graphs.sizes[-1] and most <= self._most_blocks
 
     def run(self, packed: PackedBatch, x: torch.Tensor) -> torch.Tensor:
-        """A step that fits, its tokens embedded, x [n, hidden] -> normalised hidden rows of each sequence's last token,
-        [s, hidden], a view that the next step overwrites."""
+        """A step that fits, its tokens embedded, x [n, hidden] -> normalised hidden rows of the queries that tokens are
+        chosen from, [m, hidden], a view that the next step overwrites."""
         count = len(packed.ids)
         size = self._graphs.size_for(count)
         load(self._view(size), self._lines(packed, size))
-        self._pieces.load(packed.table)
+        self._pieces.load(packed.table, packed.last)
         self._x[:count].copy_(x)
         self._graphs.replay(size)
-        return self._hidden[: len(packed.table.count)]
+        return self._hidden[: len(packed.last.row)]
 
     def _run(self, size: int) -> None:
         """From static memory into static memory."""

@@ -104,7 +104,8 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one step did: a token each for some requests, by number and with its report, then the requests that ended.
+    """What one step did: tokens for some requests, each by number and with its report and those of one request in
+    their order, then the requests that ended.
 
     Exactly one End of a request is ever told, and nothing of it afterwards.
     """
@@ -130,7 +131,8 @@ class EngineMetrics:
 
     ``prompts`` began in ``prefill_steps`` of the ``steps``. ``graph_steps``: steps that ran as a CUDA graph;
     ``busy_ns``: time in which a step ran. ``host_wait_ns``: time that planning and launching took beyond what they
-    computed, which on a GPU is waiting for the interpreter's lock, or for room in the GPU's queue.
+    computed, which on a GPU is waiting for the interpreter's lock, or for room in the GPU's queue. ``drafted_steps``
+    verified ``drafted_tokens``, of which ``accepted_tokens`` were right.
     ``not_finite_logits``: requests that ended because their logits were NaN or infinite.
     """
 
@@ -144,6 +146,9 @@ class EngineMetrics:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    drafted_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
     not_finite_logits: int = 0
     requests_waiting: int = 0

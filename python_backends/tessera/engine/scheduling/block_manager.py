@@ -36,6 +36,10 @@ class BlockManager:
     def used(self) -> int:
         return self.num_blocks - len(self._free)
 
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
@@ -103,8 +107,13 @@ class BlockManager:
         sequence.computed = sequence.committed = 0
 
     def shrink(self, sequence: Sequence) -> None:
-        """Takes back the blocks beyond a sequence's end, which labels may move back."""
-        self._give_back(sequence, self.blocks_for(sequence.length))
+        """Takes back the blocks beyond a sequence's end, which labels may move back, and drafts that were wrong."""
+        kept = self.blocks_for(sequence.length)
+        beyond = sequence.block_table[kept:]
+        self._give_back(sequence, kept)
+        for block in beyond:  # nobody would find what was written there: they go before those that may be found
+            if block in self._free:
+                self._free.move_to_end(block, last=False)
 
     def _give_back(self, sequence: Sequence, kept: int) -> None:
         while len(sequence.block_table) > kept:

@@ -33,6 +33,7 @@ TILE = 64
 EVEN_PROMPTS = 16
 EVEN_PART = 23 / 32
 _RECENT = 8  # steps; others had company on the GPU
+_FORGOTTEN = 512  # steps
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,20 @@ class Load:
     """What the rules look at: the limits, the queues, and what steps and arrivals so far have told."""
 
     def __init__(
-        self, max_batched_tokens: int, max_sequences: int, rules: Rules = EVERY_RULE, costs: CostModel | None = None
+        self,
+        max_batched_tokens: int,
+        max_sequences: int,
+        rules: Rules = EVERY_RULE,
+        costs: CostModel | None = None,
+        drafts: int = 0,
+        max_rows: int = 0,
     ) -> None:
+        """``drafts``: the most tokens drafted for one sequence; ``max_rows``: rows that a step may choose tokens for,
+        where any are drafted."""
         self.max_batched_tokens = max_batched_tokens
         self.max_sequences = max_sequences
+        self.drafts, self.max_rows = drafts, max_rows
+        self.host_ns = 0.0  # between two steps, where the second is planned once the tokens of the first are known
         self.rules = rules
         self.costs = costs or CostModel()
         self.waiting: deque[Sequence] = deque()
@@ -115,6 +126,11 @@ class Load:
         # Of the recent answers, by the power of two of the tokens asked for: tenants with long answers and tenants with
         # short ones mostly differ in these, and then the one's do not speak for the other's.
         self._short_share: dict[int, float] = {}
+
+    def record_host_time(self, known: bool, ns: int) -> None:
+        """Taking a step's tokens and planning the next took this long. It counts where those tokens were
+        ``known`` by then; else what is known is slowly forgotten, as others may run meanwhile."""
+        self.host_ns += (ns - self.host_ns) / _RECENT if known else -self.host_ns / _FORGOTTEN
 
     def record_arrival(self, priority: int, arrival_ns: int) -> None:
         self.expected.saw(priority, arrival_ns)
@@ -279,6 +295,11 @@ class StepBudget:
 
     def tokens(self, priority: int) -> int:
         return self.short if self.urgent < priority else self.full
+
+    def beside(self, drafted: int) -> StepBudget:
+        """What drafts of this many tokens leave of the step; as many for prompts as without them, where they fit."""
+        most = self.most - drafted
+        return StepBudget(most, min(self.full, most), min(self.short, most), self.urgent)
 
     def share(self, sequence: Sequence, pending: int, left: int) -> int:
         """How many of its pending tokens a step takes that has this many left."""

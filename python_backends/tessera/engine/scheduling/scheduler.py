@@ -12,14 +12,17 @@ How many tokens a step has, who passes whom in the queue, and when a step waits 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
+from tessera.engine.drafts.lengths import lengths
 from tessera.engine.scheduling import policies
 from tessera.engine.scheduling.block_manager import BlockManager
 from tessera.engine.scheduling.policies import Load, StepBudget
-from tessera.engine.sequence import NOT_FINITE, Report, SampledToken, Sequence
+from tessera.engine.sequence import NOT_FINITE, SampledToken, Sequence
 
 
 class Scheduler:
@@ -55,7 +58,9 @@ class Scheduler:
         while (victim := policies.gives_way(self.load, self.blocks)) is not None:
             self._preempt(victim)
         budget = StepBudget.of(self.load)
-        left = self._plan_running(spans, budget)
+        if drafts := self._drafts(budget):
+            budget = budget.beside(sum(map(len, drafts.values())))
+        left = self._plan_running(spans, budget, drafts)
         if not policies.waits_for_burst(self.load, budget):
             self._plan_waiting(spans, budget, left)
         spans.sort(key=lambda span: span.count > 1)
@@ -68,24 +73,33 @@ class Scheduler:
 
     def apply(
         self, batch: ScheduledBatch, sampled: SequenceType[SampledToken]
-    ) -> list[tuple[Sequence, int | None, Report | None]]:
-        """Gives the batch's sampling sequences their tokens, and releases the sequences that ended by them.
+    ) -> list[tuple[Sequence, list[SampledToken]]]:
+        """Gives the batch's sampling sequences their tokens, of each of the batch's ``rows`` one, and releases the
+        sequences that ended by them.
 
-        Returns the sequences that took theirs, what it adds to the answer, and its report: one that ended meanwhile
-        takes none.
+        Returns the sequences that took theirs, and what of it is part of the answer: one that ended meanwhile takes
+        none.
         """
         taken = []
-        for sequence, (token, report) in zip(batch.sampling, sampled, strict=True):
+        rows = iter(sampled)
+        for sequence in batch.sampling:
+            drafted = len(sequence.draft)
+            chosen = list(islice(rows, drafted + 1))
             sequence.in_flight -= 1
-            if token == NOT_FINITE:
-                self.blocks.invalidate(sequence.block_keys)
             if sequence.finished:
+                if chosen[0][0] == NOT_FINITE:
+                    self.blocks.invalidate(sequence.block_keys)
                 continue
-            taken.append((sequence, token if sequence.take(token, report) else None, report))
+            taken.append((sequence, sequence.take(chosen)))
+            if not sequence.finite:
+                self.blocks.invalidate(sequence.block_keys)
+            elif drafted:
+                self.blocks.commit(sequence)
             if sequence.finished:
                 self._remove(sequence)
-            elif sequence.rewinds:
+            elif drafted or sequence.rewinds:
                 self.blocks.shrink(sequence)
+        assert next(rows, None) is None, "tokens of nobody"
         return taken
 
     def record_step_time(self, batch: ScheduledBatch, device_ns: int) -> None:
@@ -136,14 +150,48 @@ class Scheduler:
             return True
         return self.load.rules.cached_first and policies.passes_unread(sequence, other)
 
-    def _plan_running(self, spans: list[ScheduledSpan], budget: StepBudget) -> int:
+    def _drafts(self, budget: StepBudget) -> dict[Sequence, SequenceType[int]]:
+        """What the step verifies, of sequences that know their last token: no more than leaves half of its tokens to
+        prompts, and nothing where blocks are few, for which others would have to give way."""
+        load, blocks = self.load, self.blocks
+        able = [
+            (each, each.drafting)
+            for each in self.running
+            if each.drafting is not None and each.outputs and not each.in_flight and each.pending == 1
+        ]
+        if not able:
+            return {}
+        decoding = sum(each.pending == 1 for each in self.running)
+        unread = sum(each.pending for each in self.running) - decoding
+        most = min(
+            load.max_rows - len(self.running) - len(load.admissible()), (load.max_batched_tokens - decoding) // 2
+        )
+        if blocks.free < len(self.running) + len(able) * (1 + blocks.blocks_for(load.drafts)):
+            return {}
+        proposals = [
+            drafting.propose(each.outputs, min(load.drafts, each.max_tokens - len(each.outputs) - 1))
+            for each, drafting in able
+        ]
+        taken = lengths(load, proposals, decoding, decoding + min(unread, budget.full), max(0, most))
+        drafts = {}
+        for (sequence, drafting), proposal, length in zip(able, proposals, taken):
+            if draft := sequence.verifiable(proposal.tokens[:length]) if length else ():
+                drafts[sequence] = draft
+            else:
+                drafting.learn(0, 0)
+        return drafts
+
+    def _plan_running(
+        self, spans: list[ScheduledSpan], budget: StepBudget, drafts: Mapping[Sequence, SequenceType[int]]
+    ) -> int:
         """Returns how many tokens are left of the step."""
         left = budget.most
         for sequence in self.running:  # which shrinks from its end when blocks run out
             pending = sequence.pending
             count = budget.share(sequence, pending, left)
-            if count and self._make_room(sequence, sequence.computed + count):
-                spans.append(self._plan(sequence, count, count == pending))
+            draft = drafts.get(sequence, ()) if drafts else ()
+            if count and self._make_room(sequence, sequence.computed + count + len(draft)):
+                spans.append(self._plan(sequence, count, count == pending, draft))
                 left -= count
         return left
 
@@ -176,13 +224,13 @@ class Scheduler:
             if count < pending:
                 return
 
-    def _plan(self, sequence: Sequence, count: int, samples: bool) -> ScheduledSpan:
+    def _plan(self, sequence: Sequence, count: int, samples: bool, draft: SequenceType[int] = ()) -> ScheduledSpan:
         start = sequence.computed
-        sequence.computed = end = start + count
+        sequence.computed = end = start + count + len(draft)
         self.blocks.commit(sequence)
         if samples:
-            sequence.expect()
-        return ScheduledSpan(sequence, start, end, samples)
+            sequence.expect(draft)
+        return ScheduledSpan(sequence, start, end, samples + len(draft))
 
     def _preempt(self, victim: Sequence) -> None:
         """It waits as the first of its priority."""
@@ -206,12 +254,13 @@ class Scheduler:
 
 @dataclass(slots=True)  # not frozen: one is made for every token, and that takes three times as long
 class ScheduledSpan:
-    """Positions [start, end) of one sequence; ``samples`` when the step chooses the token after them."""
+    """Positions [start, end) of one sequence; the step chooses the tokens after the last ``samples`` of them: none
+    where a prompt goes on, one, or one more than are drafted."""
 
     sequence: Sequence
     start: int
     end: int
-    samples: bool
+    samples: int
 
     @property
     def count(self) -> int:
@@ -229,6 +278,11 @@ class ScheduledBatch:
         return sum(span.count for span in self.spans)
 
     @cached_property
+    def rows(self) -> int:
+        """Tokens that are chosen."""
+        return sum(span.samples for span in self.spans)
+
+    @cached_property
     def sampling(self) -> list[Sequence]:
-        """The sequences that get a token, in the batch's order."""
+        """The sequences that get tokens, in the batch's order."""
         return [span.sequence for span in self.spans if span.samples]

@@ -7,8 +7,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakSet
 
@@ -44,6 +46,8 @@ _MEAN_OF = 16  # masks, about
 # limits of the library count for all of them together.
 MOST_COPIES = 32
 
+Mask: TypeAlias = "np.ndarray | int"
+"""The tokens that may come next, uint8 [ceil(vocabulary / 8)] with the lowest bit first, or the only one."""
 _Bits: TypeAlias = "bytes | np.ndarray"  # the lowest first
 
 
@@ -85,8 +89,10 @@ class Matcher:
         self._ends = ends
         self._end = end
         self._grammar = _Grammar(max(size, _LEAST_BYTES))
-        self.error: str | None = None
-        self.mask = self._compute(matcher.compute_bitmask)
+        self.mask, self.error = self._compute(matcher, matcher.compute_bitmask)
+        self.forced: list[int] = []
+        self._ahead = 0
+        self._behind = self.mask  # all that is forced
 
     @property
     def worn(self) -> bool:
@@ -120,43 +126,89 @@ class Matcher:
         self._beside.followed.add(copy)
         return copy
 
-    def advance(self, token: int) -> None:
-        """Takes a token of the answer that is no stop token. Where nothing can follow it, ``error`` says why."""
-        self._follow(token, self._matcher.compute_bitmask)
+    def advance(self, *tokens: int) -> None:
+        """Takes tokens of the answer that are no stop tokens. Where nothing can follow them, ``error`` says why."""
+        self._follow(tokens, self._matcher.compute_bitmask)
 
-    def advance_later(self, token: int) -> Callable[[], None]:
+    def advance_later(self, *tokens: int) -> Callable[[], None]:
         """What does so on another thread, at a low priority; it must be called."""
         self._grammar.elsewhere += 1
-        return partial(self._follow, token, partial(self._beside.mask, self._matcher), 1)
+        return partial(self._follow, tokens, partial(self._beside.mask, self._matcher), 1)
 
-    def _follow(self, token: int, compute: Callable[[], _Bits], elsewhere: int = 0) -> None:
+    def look_ahead(self, most: int) -> None:
+        """From the next token on ``forced`` are the tokens that must come then, as the tokenizer writes them, as far as
+        there is no choice: this many and one at most."""
+        self._ahead = most + 1
+
+    def along(self, draft: SequenceType[int]) -> list[Mask]:
+        """The mask behind each token of a draft, up to the first that must not come; nothing else changes. Of any but a
+        forced one none where masks take long."""
+        if list(draft) == self.forced[: len(draft)]:
+            known: list[Mask] = [*self.forced, self._behind]
+            return known[1 : len(draft) + 1]
+        if self.slow or self.crowded:
+            return []
+        masks: list[Mask] = []
         try:
-            self._matcher.consume_token(token)
-            self.mask = self._compute(compute)
+            ahead, mask = self._matcher.deep_copy(), self.mask
+            for token in draft:
+                if not (mask & ~self._ends)[token // 8] >> token % 8 & 1:
+                    break
+                ahead.consume_token(token)
+                mask, error = self._compute(ahead, ahead.compute_bitmask)
+                if error is not None:
+                    break
+                masks.append(mask)
+        except Exception:
+            _LOG.exception("a draft could not be followed")
+        return masks
+
+    def _follow(self, tokens: tuple[int, ...], compute: Callable[[], _Bits], elsewhere: int = 0) -> None:
+        try:
+            for token in tokens:
+                self._matcher.consume_token(token)
+            self.mask, self.error = self._compute(self._matcher, compute)
+            self.forced = []
+            if self._ahead and self.error is None and not elsewhere:
+                self._look_ahead()
         except Exception:
             _LOG.exception("a grammar could not be followed")
             self.error = "it could not be followed; the server's log says why"
         finally:
             self._grammar.elsewhere -= elsewhere
 
-    def going_on(self) -> np.ndarray:
-        """``mask`` without the stop tokens, unless nothing else is in it."""
-        others = self.mask & ~self._ends
-        return others if others.any() else self.mask
+    def _look_ahead(self) -> None:
+        """llguidance allows nothing but the first of these tokens where there are any."""
+        forced = self._matcher.compute_ff_tokens()[: self._ahead]
+        forced = list(takewhile(lambda token: not self._ends[token // 8] >> token % 8 & 1, forced))
+        if forced and len(forced) < self._ahead:
+            ahead = self._matcher.deep_copy()
+            for token in forced:
+                ahead.consume_token(token)
+            self._behind, error = self._compute(ahead, ahead.compute_bitmask)
+            if error is not None:
+                return
+        self.forced = forced
 
-    def _compute(self, compute: Callable[[], _Bits]) -> np.ndarray:
+    def going_on(self, mask: np.ndarray) -> np.ndarray:
+        """A mask without the stop tokens, unless nothing else is in it."""
+        others = mask & ~self._ends
+        return others if others.any() else mask
+
+    def _compute(self, matcher: LLMatcher, compute: Callable[[], _Bits]) -> tuple[np.ndarray, str | None]:
+        """The mask, and why nothing can follow."""
         began, began_on_cpu = time.perf_counter(), time.thread_time()
         mask = np.frombuffer(compute(), np.uint8)[: len(self._ends)].copy()
-        may_end = mask[self._end // 8] >> self._end % 8 & 1 and self._matcher.is_accepting()
+        may_end = mask[self._end // 8] >> self._end % 8 & 1 and matcher.is_accepting()
         mask = mask | self._ends if may_end else mask & ~self._ends
-        self.error = grammar.failure(self._matcher)
+        error = grammar.failure(matcher)
         # The CPU's time, but no more than passed: some kernels count it in whole ticks of up to 10 ms.
         self._grammar.computed(min(time.thread_time() - began_on_cpu, time.perf_counter() - began))
-        if self.error is None and not mask.any():
-            self.error = grammar.NOTHING_FOLLOWS
-        if self.error is not None:
+        if error is None and not mask.any():
+            error = grammar.NOTHING_FOLLOWS
+        if error is not None:
             self._grammar.failed = True
-        return mask
+        return mask, error
 
 
 class Beside:

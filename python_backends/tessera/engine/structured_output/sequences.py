@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceType
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
@@ -18,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from tessera.engine.sequence import Report, Request, Sequence
-from tessera.engine.structured_output.constraints import Matcher
+from tessera.engine.sequence import Report, Request, SampledToken, Sequence
+from tessera.engine.structured_output.constraints import Mask, Matcher
 from tessera.engine.structured_output.labels import LabelAnswer, LabelScorer
 
 
@@ -34,6 +35,7 @@ class ConstrainedSequence(Sequence):
         self._matcher = matcher
         self._lane = lane
         self._ready = True
+        self._masks: list[Mask] = []  # behind each token of the draft
 
     def take_place(self) -> None:
         """In the lane, or in the queue before it, where its grammar is slow from the beginning."""
@@ -55,32 +57,41 @@ class ConstrainedSequence(Sequence):
             return None
         return f"{self.request.sampling.constraint}: {self._matcher.error}"
 
-    @property
-    def mask(self) -> np.ndarray | None:
-        short = len(self.outputs) < self.request.sampling.min_tokens
-        return self._matcher.going_on() if short else self._matcher.mask
+    def mask(self, drafted: int = 0) -> Mask:
+        mask = self._masks[drafted - 1] if drafted else next(iter(self._matcher.forced), self._matcher.mask)
+        short = len(self.outputs) + drafted < self.request.sampling.min_tokens
+        return self._matcher.going_on(mask) if short and isinstance(mask, np.ndarray) else mask
+
+    def verifiable(self, draft: SequenceType[int]) -> SequenceType[int]:
+        self._masks = self._matcher.along(draft)
+        return draft[: len(self._masks)]
+
+    def take(self, chosen: SequenceType[SampledToken]) -> list[SampledToken]:
+        taken = super().take(chosen)
+        if self.finished:
+            return taken
+        tokens = [token for token, _ in taken]
+        if self._matcher.slow or self._matcher.crowded:
+            self._ready = False
+            self._lane.collect(partial(self._follow, tokens))
+            return taken
+        self._matcher.advance(*tokens)
+        if (failure := self.failure) is not None:
+            self.finish_reason, self.error = "error", failure
+        return taken
 
     def _accept(self, token: int, report: Report | None) -> bool:
         taken = super()._accept(token, report)
         if token in self.ends:  # also where the answer is complete before min_tokens
             self.finish_reason = "stop"
-        if self.finished:
-            return taken
-        if self._matcher.slow or self._matcher.crowded:
-            self._ready = False
-            self._lane.collect(partial(self._follow, token))
-            return taken
-        self._matcher.advance(token)
-        if (failure := self.failure) is not None:
-            self.finish_reason, self.error = "error", failure
         return taken
 
-    def _follow(self, token: int) -> None:
+    def _follow(self, tokens: list[int]) -> None:
         """On the lane's quick thread, which hands on what takes long: that may have been found out since."""
         if self._matcher.slow:
-            self._lane.run(partial(self._go_on, self._matcher.advance_later(token)))
+            self._lane.run(partial(self._go_on, self._matcher.advance_later(*tokens)))
         else:
-            self._go_on(partial(self._matcher.advance, token))
+            self._go_on(partial(self._matcher.advance, *tokens))
 
     def _go_on(self, advance: Callable[[], None]) -> None:
         advance()
@@ -141,8 +152,7 @@ MOST_OUTSIDE = 64
 class MaskLane:
     """One thread, and ``places`` for answers whose masks it makes; further ones stand outside until a place is free.
 
-    Answers are any objects, known by identity. Any thread may call.
-    """
+    Answers are any objects, known by identity. Any thread may call."""
 
     def __init__(self, places: int) -> None:
         self._places = places

@@ -1,0 +1,388 @@
+"""Several tokens of an answer in one step: whatever is drafted, the answer is the one without drafts."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engine_fakes import (
+    EOS,
+    VOCABULARY,
+    ByteTokenizer,
+    Guess,
+    draft,
+    ends,
+    make_engine,
+    make_request,
+    run,
+    text_of,
+    tiny_engine,
+    tiny_model,
+    tokens_of,
+)
+from test_random_mixes import BLOCK, ROWS, STOP, chosen
+
+from tessera.engine.drafts.drafter import Drafting, Expected, Proposal
+from tessera.engine.drafts.lengths import lengths
+from tessera.engine.scheduling.policies import CostModel, Load
+from tessera.engine.sequence import NOT_FINITE, Report
+from tessera.engine.structured_output.constraints import Constraints
+from tessera.prompt.sampling import SamplingParameters
+
+MODEL = tiny_model()
+PENALTIES = dict(repetition_penalty=0.7, frequency_penalty=0.3, presence_penalty=-0.4, no_repeat_ngram_size=3)
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["alpha", "beta", "beton"]}, "open": {"type": "boolean"}, "n": {"type": "integer"}},
+    "required": ["kind", "open", "n"],
+    "additionalProperties": False,
+}
+ASKED = {
+    "greedy": dict(),
+    "drawn": dict(temperature=1.2, seed=3, top_p=0.9),
+    "log probabilities": dict(temperature=0.8, seed=4, logprobs=2),
+    "penalties": dict(PENALTIES),
+    "drawn under penalties": dict(temperature=1.5, seed=5, logprobs=0, **PENALTIES),
+    "n-grams alone": dict(no_repeat_ngram_size=2),
+    "min_tokens": dict(min_tokens=9, ignore_eos=False),
+    "tokens that end": dict(stop_token_ids=list(range(0, 250, 9)), min_tokens=3),
+    "biases": dict(logit_bias={str(token): 3.0 for token in range(40, 60)}),
+    "a string that ends": dict(stop=["a", "Q"], min_tokens=2),
+    "expression": dict(regex="([a-f]{2,5}-){3}[0-9]{4}", temperature=1.5, seed=6, ignore_eos=False, max_tokens=40),
+    "schema": dict(json_schema=SCHEMA, temperature=1.0, seed=7, ignore_eos=False, max_tokens=70, min_tokens=4),
+    "schema under penalties": dict(json_schema=SCHEMA, ignore_eos=False, max_tokens=70, logprobs=1, **PENALTIES),
+}
+
+
+def made(**sampling):
+    wishes = dict(max_tokens=24, ignore_eos=True) | sampling
+    requests = [make_request([7, 8, 9] * 4 + [20 + n] * (1 + 3 * n), f"{n}", **wishes) for n in range(4)]
+    picture = make_request([7, 8, 9] * 6, "picture", [(4, 12, 1)], **wishes)
+    return [*requests, replace(picture, embeddings=ROWS[1])]
+
+
+def served(engine, requests):
+    """Text, tokens, log probabilities and reason of each."""
+    for request in requests:
+        engine.submit(request)
+    events = run(engine, 5000)
+    assert engine.scheduler.blocks.used == 0
+    found = {}
+    for request in requests:
+        name = request.request_id
+        rows = [row for e in events if e.request.request_id == name for row in e.logprobs or []]
+        found[name] = (text_of(events, name), tokens_of(events, name), rows, ends(events)[name])
+    return found
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, (text, tokens, rows, reason) in expected.items():
+        assert found[name][:2] == (text, tokens) and found[name][3] == reason, name
+        assert [row["token_id"] for row in found[name][2]] == [row["token_id"] for row in rows]
+        values = [[row["logprob"], *[each["logprob"] for each in row["top"]]] for row in rows]
+        for got, wanted in zip(found[name][2], values):
+            assert [got["logprob"], *[each["logprob"] for each in got["top"]]] == pytest.approx(wanted, abs=1e-4)
+
+
+def guesses(expected, wrong):
+    """What was answered, as tokens that the engine sampled; a token that ended it is among them."""
+    return lambda request: [Guess(expected[request.request_id][1], wrong)]
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 3], ids=["right", "wrong", "partly right"])
+@pytest.mark.parametrize("asked", ASKED)
+def test_answers_are_those_without_drafts(asked, wrong):
+    stops = (EOS,) if "json_schema" in ASKED[asked] else STOP  # which holds letters
+    plain = tiny_engine(MODEL, eos=stops)
+    expected = served(plain, made(**ASKED[asked]))
+    engine = tiny_engine(MODEL, eos=stops, drafts=5)
+    draft(engine, guesses(expected, wrong))
+    same(served(engine, made(**ASKED[asked])), expected)
+    metrics = engine.metrics
+    assert metrics.drafted_steps > 0 and metrics.drafted_tokens > 0
+    forms = "json_schema" in ASKED[asked] or "regex" in ASKED[asked]
+    if wrong == 0:
+        assert metrics.steps < plain.metrics.steps / 2
+    elif wrong == 1 and not forms:
+        assert metrics.accepted_tokens == 0
+    if "stop" not in ASKED[asked]:  # behind such a string some more are sampled before it is found
+        assert metrics.generated_tokens == plain.metrics.generated_tokens
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_many_kinds_in_small_pools(seed):
+    """Preempted, cancelled, of several priorities, planned ahead or not."""
+    dice = random.Random(seed)
+    stops, form = [(STOP, dict(regex="([a-f]{2,5}-){3}[0-9]{4}")), ((EOS,), dict(json_schema=SCHEMA))][seed % 2]
+    requests = []
+    for number in range(12):
+        wishes = chosen(dice) | dict(seed=number)
+        if number in (3, 7):
+            wishes = dict(max_tokens=60, temperature=1.0, seed=number, priority=number - 5) | form
+        ids = [7, 8, 9] * 6 + [number + 20, 30 - number] * (1 + 3 * (number % 4))
+        pictures = [(4, 12, number % 2)] * (number % 3 == 0)
+        request = make_request(ids, f"{number}", pictures, **wishes)
+        requests.append(replace(request, embeddings=ROWS[number % 2]) if pictures else request)
+    expected = served(tiny_engine(MODEL, eos=stops), requests)
+    engine = tiny_engine(
+        MODEL,
+        eos=stops,
+        block_size=dice.choice([2, 4, 7]),
+        kv_cache_bytes=dice.choice([40, 60, 400]) * BLOCK,
+        max_batched_tokens=dice.choice([23, 60, 512]),
+        max_sequences=dice.choice([5, 16]),
+        prefix_cache=dice.choice(["content", "off"]),
+        drafts=dice.choice([1, 4, 15]),
+    )
+    engine._runner.async_launch = dice.random() < 0.7
+    draft(engine, lambda request: [Guess(expected[request.request_id][1], dice.choice([0, 1, 2, 4]))])
+    again = [replace(request, number=10_000 + request.number) for request in requests]
+    events, waiting, cancelled = [], list(again), set()
+    while waiting or engine.has_work():
+        for request in [waiting.pop() for _ in range(min(len(waiting), dice.randrange(4)))]:
+            engine.submit(request)
+        if dice.random() < 0.04:
+            cancelled.add(request.request_id)
+            engine.cancel(request.number)
+        events += engine.step()
+        engine.scheduler.check()
+    for request in again:
+        name = request.request_id
+        said, reason = tokens_of(events, name), ends(events)[name]
+        _, tokens, _, wanted = expected[name]
+        if reason == "cancelled":
+            assert name in cancelled and said == tokens[: len(said)]
+        else:
+            assert (said, reason) == (tokens, wanted), request.sampling
+    assert engine.metrics.drafted_tokens > 0 and engine.scheduler.blocks.used == 0
+
+
+def test_a_draft_ends_before_max_tokens_and_with_its_answer():
+    engine, runner = make_engine(drafts=15)
+    draft(engine, lambda request: [Guess(list(b"abcdefgh" * 9))])
+    runner.script["r"] = list(b"abcdefgh")
+    engine.submit(make_request([1, 2], max_tokens=7))
+    events = run(engine)
+    assert text_of(events) == "abcdefg" and ends(events) == {"r": "length"}
+    assert events[-1].drafted_tokens == (5, 5)
+    # One token of the prompt's step; six that are left: one more than is drafted.
+    assert [end - start for ((_, start, end, _),) in runner.batches] == [2, 6]
+    for stop in (dict(stop_token_ids=[ord("d")]), dict(stop="d")):
+        engine.submit(make_request([1, 2], max_tokens=7, skip_special_tokens=False, **stop))
+        events = run(engine)
+        assert text_of(events) == "abc" and ends(events) == {"r": "stop"} and events[-1].usage.completion_tokens == 4
+
+
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_a_row_that_is_not_finite_counts_where_it_is_reached(wrong):
+    """Behind a wrong token it is nobody's."""
+    engine, runner = make_engine(drafts=6)
+    draft(engine, lambda request: [Guess(list(b"abcdefghijkl"), wrong)])
+    choose, odd = runner._choose, []
+
+    def breaks(span, row):
+        token, report = choose(span, row)
+        place = span.end - span.samples + 1 + row - span.sequence.prompt_length
+        if place == 5 and (not wrong or not odd):
+            odd.append(row)
+            return NOT_FINITE, report
+        return token, report
+
+    runner._choose = breaks
+    runner.script["r"] = list(b"abcdefghijkl")
+    engine.submit(make_request([1, 2, 3], max_tokens=9))
+    events = run(engine)
+    assert odd[0] > 0
+    if wrong:
+        assert (text_of(events), ends(events)) == ("abcdefghi", {"r": "length"})
+    else:
+        assert (text_of(events), ends(events)) == ("abcde", {"r": "error"}) and "position 7" in events[-1].error
+    assert engine.metrics.not_finite_logits == (not wrong)
+
+
+def test_only_what_was_right_is_found_again():
+    engine, runner = make_engine(drafts=12, block_size=2)
+    runner.script["r"] = list(b"abcdef")
+    wrong = list(b"abXYZWVUTS")
+    draft(engine, lambda request: [Guess(wrong)])
+    engine.submit(make_request([1, 2], max_tokens=7))
+    run(engine)
+    for answer, cached in ((b"abcdef", 8), (bytes(wrong), 4)):
+        engine.submit(sent := make_request([1, 2, *answer, 9], "other", max_tokens=1))
+        assert [e.cached_tokens for e in run(engine) if e.request is sent] == [cached]
+
+
+def test_blocks_of_wrong_drafts_do_not_wear_out_the_prefix_cache():
+    engine, _ = make_engine(num_blocks=40, block_size=2, drafts=8)
+    engine.submit(make_request(list(range(40)), "kept", max_tokens=1))
+    run(engine)
+    draft(engine, lambda request: [Guess([5] * 60)])
+    engine.submit(make_request([99], "other", max_tokens=14, ignore_eos=True))
+    run(engine)
+    engine.submit(sent := make_request(list(range(40)), "again", max_tokens=1))
+    assert [e.cached_tokens for e in run(engine) if e.request is sent] == [38]
+    assert engine.metrics.drafted_tokens > 40
+
+
+def test_reports_of_several_tokens_of_a_step_come_in_their_order():
+    engine, runner = make_engine(drafts=3)
+    runner.script["r"] = list(b"abcdef")
+    choose = runner._choose
+    runner._choose = lambda span, row: (choose(span, row)[0], Report(-float(choose(span, row)[0])))
+    draft(engine, lambda request: [Guess(list(b"abcdef"))])
+    engine.submit(make_request([1], max_tokens=6, logprobs=0))
+    rows = [row for e in run(engine) for row in e.logprobs or []]
+    assert [row["logprob"] for row in rows] == [-float(byte) for byte in b"abcdef"]
+
+
+@pytest.mark.parametrize("asked", [dict(regex="(alpha|beta), (gamma|delta)[0-9]"), dict(json_schema=SCHEMA)])
+def test_what_a_form_leaves_no_choice_about_takes_no_steps(asked):
+    wishes = dict(temperature=1.3, seed=2, ignore_eos=False, max_tokens=60) | asked
+    plain, engine = tiny_engine(MODEL, eos=(EOS,)), tiny_engine(MODEL, eos=(EOS,), drafts=15)
+    expected = served(plain, made(**wishes))
+    draft(engine, lambda request: [])
+    same(served(engine, made(**wishes)), expected)
+    assert engine.metrics.drafted_tokens == engine.metrics.accepted_tokens
+    assert engine.metrics.steps < 0.6 * plain.metrics.steps
+
+
+class Pairs(ByteTokenizer):
+    """Some pairs of bytes are tokens too, in which the tokenizer writes them."""
+
+    pairs = (b"ab", b"bc", b'{"', b'": ', b"th", b"al")
+
+    def token_bytes(self, token):
+        return self.pairs[token - 260] if 260 <= token < 260 + len(self.pairs) else super().token_bytes(token)
+
+    def encode(self, text, special):
+        ids, data = [], text.encode()
+        while data:
+            pair = next((at for at, each in enumerate(self.pairs) if data.startswith(each)), None)
+            ids.append(data[0] if pair is None else 260 + pair)
+            data = data[1 if pair is None else len(self.pairs[pair]) :]
+        return ids
+
+
+FORMS = [dict(regex="(abc){2,4}|th(al|en)+"), dict(regex="x?abab(c|bc)"), dict(json_schema=SCHEMA), dict(regex="é{3}")]
+
+
+@pytest.mark.parametrize("asked", FORMS)
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer, Pairs])
+def test_where_a_token_is_forced_nothing_else_is_allowed(asked, tokenizer):
+    """In all of a run, and behind it as if it had been followed token by token."""
+    constraints, runs = Constraints(tokenizer(), VOCABULARY, (EOS, 3)), 0
+    for seed in range(6):
+        dice, one = random.Random(seed), constraints.matcher(SamplingParameters.parse(asked))
+        one.look_ahead(5)
+        plain = one.copy()
+        plain.look_ahead(0)
+        while True:
+            allowed = np.flatnonzero(np.unpackbits(one.mask, bitorder="little")).tolist()
+            assert not one.forced or (one.forced[0] == allowed[0] and len(allowed) == 1)
+            token = dice.choice(allowed)
+            if token in (EOS, 3):
+                break
+            one.advance(token)
+            plain.advance(token)
+            ahead = plain.copy()
+            for at, mask in enumerate(one.along(one.forced[:5])):
+                runs += 1
+                ahead.advance(one.forced[at])
+                allowed = np.flatnonzero(np.unpackbits(ahead.mask, bitorder="little")).tolist()
+                assert [mask] == allowed if isinstance(mask, int) else np.array_equal(mask, ahead.mask)
+    assert runs
+
+
+def test_a_drafter_that_knows_no_vocabulary_ends_before_it():
+    class Wild:
+        prior = 1.0
+
+        def propose(self, outputs, most):
+            return [3, VOCABULARY, 4][:most] if len(outputs) % 2 else [-1]
+
+    drafting = Drafting([Wild(), Guess([1, 2, 5])], VOCABULARY)
+    assert drafting.propose([], 9) == Proposal([1, 2, 5], 0.5)
+    assert drafting.propose([1], 9) == Proposal([3], 1.0)
+
+
+def costs(row_ns, step_ns=1e6):
+    model = CostModel()
+    for tokens in (1, 1000):
+        model.record(tokens, int(step_ns + row_ns * tokens))
+    return model
+
+
+def load(row_ns=0.0, host_ns=0.0):
+    made = Load(1000, 100, costs=costs(row_ns), drafts=15, max_rows=200)
+    made.host_ns = host_ns
+    return made
+
+
+def proposals(*shares):
+    return [Proposal([1] * 10, share) for share in shares]
+
+
+def test_how_much_is_verified_follows_from_what_rows_cost_and_how_many_were_right():
+    assert lengths(load(), proposals(0.9, 0.1), 2, 2, 100) == [10, 10]  # rows that cost nothing
+    assert lengths(load(1e4), proposals(0.9, 0.1), 2, 2, 100) == [10, 0]
+    assert lengths(load(1e8), proposals(0.9, 0.1), 2, 2, 100) == [0, 0]  # no row is cheaper than another
+    assert lengths(load(2e4), proposals(1.0, 0.9, 0.0), 50, 50, 100)[::2] == [10, 0]
+    assert lengths(load(), proposals(1.0, 0.5), 2, 2, 12) == [10, 2]
+    assert lengths(load(), [Proposal((), 0.0)], 1, 1, 9) == [0]
+
+
+def test_drafts_that_were_wrong_are_tried_less_and_again_later():
+    drafting = Drafting([Guess([1] * 1000)], VOCABULARY)
+    outputs, shares = [], []
+    assert drafting.expected(0) == Expected(2.0, 1.0)
+    for _ in range(20):
+        shares.append(drafting.propose(outputs, 4).share)
+        drafting.learn(4, 0)
+        outputs.append(1)
+    assert shares[0] == 0.5 and shares == sorted(shares, reverse=True) and shares[-1] < 0.02
+    assert drafting.expected(20).gain < 0.1 and (drafting.proposed, drafting.accepted) == (80, 0)
+    assert drafting.expected(600) == Expected(2.0, 1.0)
+    for _ in range(20):
+        drafting.propose(outputs, 4)
+        drafting.learn(4, 4)
+    assert drafting.propose(outputs, 4).share > 0.9 and drafting.expected(20).gain > 3
+
+
+def test_rows_of_a_step_have_a_limit():
+    """Prompts that wait could end in the same step, and each choose a token."""
+    engine, runner = make_engine(drafts=15, max_sequences=4, max_batched_tokens=200, num_blocks=300)
+    draft(engine, lambda request: [Guess([7] * 99)])
+    for number in range(9):
+        runner.script[f"{number}"] = [7]
+        engine.submit(make_request([number] * 3, f"{number}", max_tokens=30 + number))
+    events = run(engine)
+    assert set(ends(events).values()) == {"length"}
+    rows = [sum(samples for *_, samples in batch) for batch in runner.batches]
+    assert max(rows) <= 8 and np.mean(rows) > 4
+
+
+def test_what_a_request_gives_along_is_drafted():
+    """Its own text, then what answers of its pool had; nobody else's."""
+
+    def steps(name, **given):
+        before = engine.metrics.steps
+        runner.script[name] = answer
+        engine.submit(make_request([1, 2], name, max_tokens=len(answer), **given))
+        assert text_of(run(engine), name) == answer.decode()
+        return engine.metrics.steps - before
+
+    answer = b"<table><tr><td>one</td><td>2</td></tr></table>"
+    engine, runner = make_engine(drafts=15)
+    draft_of = engine._drafters
+    draft(engine, draft_of)
+    assert steps("plain") == len(answer)
+    assert steps("draft", draft="<table><tr><td>One</td><td>2</td></tr></table>") < 8
+    first = steps("first", draft_pool="mine")
+    assert steps("again", draft_pool="mine") < first / 2 and steps("other", draft_pool="other") == first
+    silent, runner = make_engine()
+    engine = silent
+    assert steps("off", draft=answer.decode(), draft_pool="mine") == len(answer)
+    assert not silent.metrics.drafted_tokens
