@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -61,8 +62,9 @@ actions = st.lists(
     st.booleans(),
     st.sampled_from([0, 1, 3, 15]),
     st.integers(0, 4),
+    st.lists(st.booleans(), min_size=1),
 )
-def test_engine_under_random_load(script, policy, num_blocks, budget, sequences, async_launch, drafts, wrong):
+def test_engine_under_random_load(script, policy, num_blocks, budget, sequences, async_launch, drafts, wrong, known):
     engine, _ = make_engine(
         num_blocks,
         drafts=drafts,
@@ -73,6 +75,8 @@ def test_engine_under_random_load(script, policy, num_blocks, budget, sequences,
         max_sequences=sequences,
     )
     draft(engine, lambda request: [Guess(expected_answer(contents_of(request), 12, tokens=TOKENS), wrong)])
+    ways = itertools.cycle(known)
+    engine.scheduler.tokens_should_be_known = lambda batch: next(ways)
     submitted, events, cancelled = [], [], set()
     for action, value in script:
         if action == "submit":

@@ -25,9 +25,9 @@ from engine_fakes import (
 from test_random_mixes import BLOCK, ROWS, STOP, chosen
 
 from tessera.engine.drafts.drafter import Drafting, Expected, Proposal
-from tessera.engine.drafts.lengths import lengths
+from tessera.engine.drafts.lengths import lengths, tokens_should_be_known
 from tessera.engine.scheduling.policies import CostModel, Load
-from tessera.engine.sequence import NOT_FINITE, Report
+from tessera.engine.sequence import NOT_FINITE, Report, Sequence
 from tessera.engine.structured_output.constraints import Constraints
 from tessera.prompt.sampling import SamplingParameters
 
@@ -139,6 +139,8 @@ def test_many_kinds_in_small_pools(seed):
     )
     engine._runner.async_launch = dice.random() < 0.7
     draft(engine, lambda request: [Guess(expected[request.request_id][1], dice.choice([0, 1, 2, 4]))])
+    if dice.random() < 0.5:
+        engine.scheduler.tokens_should_be_known = lambda batch: dice.random() < 0.5
     again = [replace(request, number=10_000 + request.number) for request in requests]
     events, waiting, cancelled = [], list(again), set()
     while waiting or engine.has_work():
@@ -351,6 +353,38 @@ def test_drafts_that_were_wrong_are_tried_less_and_again_later():
     assert drafting.propose(outputs, 4).share > 0.9 and drafting.expected(20).gain > 3
 
 
+class Running(Sequence):
+    awaits_token = False
+
+
+def running(plain, drafted=0, constrained=0):
+    made = []
+    for number in range(plain + drafted + constrained):
+        drafting = Drafting([Guess([])], VOCABULARY) if plain <= number < plain + drafted else None
+        sequence = Running(make_request([1], f"{number}", max_tokens=9), drafting=drafting)
+        sequence.awaits_token = number >= plain + drafted
+        made.append(sequence)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("sequences", "host_ns", "known"),
+    [
+        (dict(plain=9), 0, False),  # nobody has anything of it
+        (dict(plain=0, constrained=9), 2e5, True),
+        (dict(plain=9, constrained=1), 2e5, False),
+        (dict(plain=9, constrained=1), 1e4, True),
+        (dict(plain=0, drafted=9), 5e5, True),  # two tokens a step are expected
+        (dict(plain=9, drafted=1), 2e5, False),
+        (dict(plain=0, constrained=9), 3e6, False),
+    ],
+)
+def test_steps_wait_for_tokens_where_that_gives_more_of_them(sequences, host_ns, known):
+    load_ = load(1e2, host_ns)
+    load_.running += running(**sequences)
+    assert tokens_should_be_known(load_, 0) is known
+
+
 def test_rows_of_a_step_have_a_limit():
     """Prompts that wait could end in the same step, and each choose a token."""
     engine, runner = make_engine(drafts=15, max_sequences=4, max_batched_tokens=200, num_blocks=300)
@@ -362,6 +396,26 @@ def test_rows_of_a_step_have_a_limit():
     assert set(ends(events).values()) == {"length"}
     rows = [sum(samples for *_, samples in batch) for batch in runner.batches]
     assert max(rows) <= 8 and np.mean(rows) > 4
+
+
+def test_a_form_s_answers_go_on_in_every_step_beside_others():
+    """Not in every second one, though steps are planned ahead of the one before."""
+
+    def steps(**waits):
+        engine, runner = make_engine(async_launch=True)
+        draft(engine, lambda request: [])
+        if waits:
+            engine.scheduler.tokens_should_be_known = lambda batch: waits["waits"]
+        for number in range(3):
+            engine.submit(make_request([number], f"{number}", max_tokens=30, regex="[ab]{20}"))
+        engine.submit(make_request([9], "plain", max_tokens=60, ignore_eos=True))
+        events = run(engine)
+        name, *_ = [event.request.request_id for event in events if event.finish_reason == "stop"]
+        rows = [{sequence.request.request_id for sequence, *_ in batch} for batch in runner.batches]
+        return tokens_of(events, name), max(at for at, batch in enumerate(rows) if name in batch)
+
+    answer, last = steps()
+    assert (answer, 2 * last) == steps(waits=False) and last == len(answer) - 1
 
 
 def test_what_a_request_gives_along_is_drafted():

@@ -105,11 +105,14 @@ class Engine:
         """Plans and runs a step, applies what is done and tells what came of it.
 
         Where the runner launches asynchronously, a step is launched before the one before it is applied, unless that
-        should end first. Rows of pictures may be reused when their request's end is told: every step that reads them
-        has been applied by then. If this raises, call :meth:`fail_all`.
+        should end first or its tokens should be known. Rows of pictures may be reused when their request's end is told:
+        every step that reads them has been applied by then. If this raises, call :meth:`fail_all`.
         """
-        if self._under_way and self.scheduler.must_finish_before_next(self._under_way[-1][0]):
-            self._apply_until(0)
+        if self._under_way:
+            last = self._under_way[-1][0]
+            self._lane.in_steps = self.scheduler.tokens_should_be_known(last)
+            if self._lane.in_steps or self.scheduler.must_finish_before_next(last):
+                self._apply_until(0)
         began, began_ns, known = _waited_ns(), time.perf_counter_ns(), not self._under_way
         batch = self._plan()
         if not batch.spans and self._lane and not self._under_way:

@@ -170,6 +170,11 @@ class Sequence:
         """Tokens whose log probabilities are asked for, where labels are scored."""
         return ()
 
+    @property
+    def awaits_token(self) -> bool:
+        """Whether it runs only in every second step as long as steps are planned ahead of the one before."""
+        return False
+
     def mask(self, drafted: int = 0) -> np.ndarray | int | None:
         """The tokens that may come next, uint8 [ceil(vocabulary / 8)] with the lowest bit first, or the only one; None:
         any.

@@ -1,4 +1,7 @@
-"""How much of the drafts a step verifies, by what steps cost: which way gives more tokens a second."""
+"""How much of the drafts a step verifies, and when a step should know the tokens of the one before, by what steps cost.
+
+Both ask which way gives more tokens a second.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,24 @@ def lengths(load: Load, proposals: SequenceType[Proposal], decoding: int, tokens
         if rate >= best:
             best, rows = rate, tried
     return np.bincount(owner[likeliest[:rows]], minlength=len(proposals)).tolist()
+
+
+def tokens_should_be_known(load: Load, prompts: int) -> bool:
+    """Whether a step is worth more that is planned once the tokens of the one before are known, though the device
+    waits meanwhile: sequences may then go on that else run in every second step only, and drafts be verified.
+
+    ``prompts``: tokens of prompts in a step.
+    """
+    ahead = known = 0.0  # tokens
+    rows_ahead = rows_known = float(prompts)
+    for sequence in load.running:
+        rows, gain = (0.0, 0.0) if sequence.drafting is None else sequence.drafting.expected(len(sequence.outputs))
+        known += 1 + gain
+        rows_known += 1 + rows
+        # One that waits for its token may be drafted for in its turn, any other one not.
+        ahead += (1 + gain) / 2 if sequence.awaits_token else 1
+        rows_ahead += (1 + rows) / 2 if sequence.awaits_token else 1
+    return known * load.costs.step_ns(rows_ahead) > ahead * (load.costs.step_ns(rows_known) + load.host_ns)
 
 
 def _rate(load: Load, given: float, run: int) -> float:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
-from tessera.engine.drafts.lengths import lengths
+from tessera.engine.drafts.lengths import lengths, tokens_should_be_known
 from tessera.engine.scheduling import policies
 from tessera.engine.scheduling.block_manager import BlockManager
 from tessera.engine.scheduling.policies import Load, StepBudget
@@ -70,6 +70,12 @@ class Scheduler:
         """Whether this one should have ended before the next is planned."""
         worst = max(span.sequence.request.sampling.priority for span in batch.spans)
         return policies.must_finish_before_next(self.load, batch.tokens, worst)
+
+    def tokens_should_be_known(self, batch: ScheduledBatch) -> bool:
+        """Whether the tokens of this one should be known before the next is planned."""
+        if not any(each.drafting is not None or each.awaits_token for each in self.running):
+            return False
+        return tokens_should_be_known(self.load, batch.tokens - batch.rows)
 
     def apply(
         self, batch: ScheduledBatch, sampled: SequenceType[SampledToken]

@@ -57,6 +57,10 @@ class ConstrainedSequence(Sequence):
             return None
         return f"{self.request.sampling.constraint}: {self._matcher.error}"
 
+    @property
+    def awaits_token(self) -> bool:
+        return not self._matcher.slow
+
     def mask(self, drafted: int = 0) -> Mask:
         mask = self._masks[drafted - 1] if drafted else next(iter(self._matcher.forced), self._matcher.mask)
         short = len(self.outputs) + drafted < self.request.sampling.min_tokens
@@ -71,7 +75,7 @@ class ConstrainedSequence(Sequence):
         if self.finished:
             return taken
         tokens = [token for token, _ in taken]
-        if self._matcher.slow or self._matcher.crowded:
+        if self._matcher.slow or (self._matcher.crowded and not self._lane.in_steps):
             self._ready = False
             self._lane.collect(partial(self._follow, tokens))
             return taken
@@ -152,9 +156,13 @@ MOST_OUTSIDE = 64
 class MaskLane:
     """One thread, and ``places`` for answers whose masks it makes; further ones stand outside until a place is free.
 
-    Answers are any objects, known by identity. Any thread may call."""
+    Answers are any objects, known by identity. Any thread may call.
+
+    ``in_steps``: whether steps wait for all quick masks anyway, so that none need be made here.
+    """
 
     def __init__(self, places: int) -> None:
+        self.in_steps = False
         self._places = places
         self._lock = threading.Lock()
         self._answers: dict[object, None] = {}  # the first that came first; as many as there are places are inside
