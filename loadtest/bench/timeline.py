@@ -106,7 +106,10 @@ def picture(rows: Mapping[str, Trace], title: str, ms: float = WINDOW_MS) -> str
         top = TOP + ROW * number
         chart.text(LEFT, top + 18, name)
         for kind, colour in KINDS.items():
-            path = "".join(f"M{x:g} {top + ROW - 6 - BAR / 2:g}h{width:g}" for x, width in bars(chart, trace, kind))
+            path, end = f"M0 {top + ROW - 6 - BAR / 2:g}", 0.0
+            for x, width in bars(chart, trace, kind):
+                path += f"m{x - end:.1f} 0h{width:g}"
+                end = x + width
             chart.parts.append(f'<path d="{path}" stroke="{colour}" stroke-width="{BAR}"/>')
     return chart.svg()
 
