@@ -188,6 +188,10 @@ def numbers(page: str) -> dict[str, Any]:
             "prompt_tokens": total("tessera_prompt_tokens_total"),
             "cached_tokens": total("tessera_cached_tokens_total"),
         },
+        "drafts": {
+            "drafted_tokens": total("tessera_drafted_tokens_total"),
+            "accepted_tokens": total("tessera_accepted_tokens_total"),
+        },
         "generated_tokens": total("tessera_generated_tokens_total"),
         "first_token_seconds": mean("tessera_time_to_first_token_seconds"),
         "device_busy": total("tessera_device_busy_fraction"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from documents.document_reader import FIRST, PAGE, DocumentReader, page_of, picture, write_drawn_pdf, write_pdf
 
+from tessera_client.messages import ServedModel
 from tessera_documents import text_layer
 from tessera_documents.sources import open_document
 from tessera_documents.text_layer import TextLayer
@@ -152,6 +153,16 @@ def test_crops_go_with_the_text_of_their_blocks(parse: Any, tmp_path: Path) -> N
     assert {crop["draft"] for crop in crops} == DRAFTS and "draft" not in layout
     (pool,) = {asked["draft_pool"] for asked in (layout, *crops)}
     assert pool and not any({"draft", "draft_pool"} & set(asked) for asked in undrafted)
+
+
+def test_what_another_server_finds_is_read_with_its_text(parse: Any, tmp_path: Path) -> None:
+    write_drawn_pdf(tmp_path / "a.pdf", [shown(*TEXTS)])
+    finder, reader = DocumentReader(), DocumentReader()
+    reader.model = ServedModel("a" * 32, "paddleocr_vl")
+    engine = ("--engine", "paddleocr-vl", "--layout-url", "layout:1")
+    assert parse(reader, tmp_path / "a.pdf", *engine, layout=finder) == 0
+    assert {json.loads(request.sampling)["draft"] for request, *_ in reader.requests} == DRAFTS
+    assert ["draft" in json.loads(request.sampling) for request, *_ in finder.requests] == [False]
 
 
 def test_a_job_shares_its_answers_with_no_other(parse: Any, tmp_path: Path) -> None:

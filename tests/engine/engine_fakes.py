@@ -26,6 +26,7 @@ class ByteTokenizer:
     """Ids 0..255 are bytes, 256 is the special token <eos>; ids beyond it are not the tokenizer's."""
 
     special_ids = frozenset([EOS])
+    eos_id = EOS
     strips_space = False
 
     def decode(self, ids, skip_special_tokens):

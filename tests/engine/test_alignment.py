@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+import numpy as np
 import pytest
 
 from tessera.engine.drafts.alignment import CERTAIN, LONGEST, Alignment, SuffixAutomaton
-from tessera.engine.drafts.suffixes import BETWEEN, PROMPT_TOKENS, EarlierAnswers, Suffixes
+from tessera.engine.drafts.suffixes import BETWEEN, PROMPT_TOKENS, EarlierAnswers, Suffixes, read_tokens
 from tessera.engine.drafts.text import NEAR, PIECE, TextDraft
 
 
@@ -163,16 +164,22 @@ def test_long_draft_is_read_in_pieces() -> None:
 
 
 def test_suffixes_propose_what_followed_in_the_prompt() -> None:
-    suffixes = Suffixes([1, 2, 3, 4, 5, 6, BETWEEN, 7, 8, 9, 10], EarlierAnswers(), None)
+    suffixes = Suffixes([1, 2, 3, 4, 5, 6, BETWEEN, 7, 8, 9, 10], EarlierAnswers(), "a")
     assert suffixes.propose([], 4) == []
     assert suffixes.propose([2, 3], 4) == [], "two tokens are too few"
     assert suffixes.propose([2, 3, 4], 4) == [5, 6], "up to a picture"
     assert suffixes.propose([2, 3, 4, 8, 9, 10], 4) == [], "nothing follows"
 
 
+def test_pictures_are_no_tokens() -> None:
+    ids, spans = np.arange(20, dtype=np.int32), np.array([[2, 5], [10, 1]], np.int32)
+    assert read_tokens(ids, spans) == [0, 1, BETWEEN, 7, 8, 9, BETWEEN, *range(11, 20)]
+    assert read_tokens(ids, np.zeros((0, 2), np.int32)) == [*range(20)]
+
+
 def test_suffixes_read_the_end_of_a_long_prompt() -> None:
-    prompt = [*range(10 + PROMPT_TOKENS)]
-    suffixes = Suffixes(prompt, EarlierAnswers(), None)
+    prompt = np.arange(10 + PROMPT_TOKENS)
+    suffixes = Suffixes(read_tokens(prompt, np.zeros((0, 2))), EarlierAnswers(), "a")
     for _ in range(PROMPT_TOKENS // PIECE):
         suffixes.propose([], 4)
     assert suffixes.propose([4, 5, 6], 4) == []
@@ -183,8 +190,8 @@ def test_earlier_answers_are_of_one_name() -> None:
     earlier = EarlierAnswers()
     earlier.add("a", [1, 2, 3, 4])
     earlier.add("a", [5, 6, 7])
-    of = {name: Suffixes([], earlier, name) for name in ("a", "b", None)}
-    assert {name: each.propose([1, 2, 3], 4) for name, each in of.items()} == {"a": [4], "b": [], None: []}
+    of = {name: Suffixes([], earlier, name) for name in "ab"}
+    assert {name: each.propose([1, 2, 3], 4) for name, each in of.items()} == {"a": [4], "b": []}
 
 
 def test_answers_that_end_meanwhile_are_drawn_on_too() -> None:

@@ -41,6 +41,8 @@ tessera_kv_blocks_total{model="language_model"} 2048
 tessera_prompt_tokens_total{model="language_model"} 400000
 tessera_cached_tokens_total{model="language_model"} 100000
 tessera_generated_tokens_total{model="language_model"} 65536
+tessera_drafted_tokens_total{model="language_model"} 5000
+tessera_accepted_tokens_total{model="language_model"} 4000
 tessera_time_to_first_token_seconds_sum 30.5
 tessera_time_to_first_token_seconds_count 1000
 tessera_device_busy_fraction{model="language_model"} 0.42

@@ -44,7 +44,7 @@ function card(server) {
     made.append(element("p", server.problem));
     return made;
   }
-  const { requests, queue, kv_blocks: blocks, prefix_cache: cache } = server;
+  const { requests, queue, kv_blocks: blocks, prefix_cache: cache, drafts } = server;
   const ended = Object.entries(requests.ended);
   const numbers = element("dl");
   numbers.append(
@@ -69,6 +69,10 @@ function card(server) {
     }),
     number("First token", server.first_token_seconds == null ? "–" : `${ms(1000 * server.first_token_seconds)} ms`, { below: "mean since the start" }),
     number("Tokens written", whole(server.generated_tokens), { below: "since the start" }),
+    number("Drafts that were right", share(ratio(drafts.accepted_tokens, drafts.drafted_tokens)), {
+      share: ratio(drafts.accepted_tokens, drafts.drafted_tokens),
+      below: `${whole(drafts.accepted_tokens)} of ${whole(drafts.drafted_tokens)} drafted tokens`,
+    }),
   );
   made.append(numbers);
   return made;

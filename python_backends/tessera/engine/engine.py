@@ -17,7 +17,7 @@ import numpy as np
 
 from tessera.engine.drafts.drafter import Drafter, Drafting
 from tessera.engine.drafts.grammar import ForcedRuns
-from tessera.engine.drafts.suffixes import BETWEEN, EarlierAnswers, Suffixes
+from tessera.engine.drafts.suffixes import EarlierAnswers, Suffixes, read_tokens
 from tessera.engine.drafts.text import TextDraft
 from tessera.engine.process.messages import End, EngineMetrics, Progress
 from tessera.engine.scheduling.block_manager import BlockManager, image_cache_ids
@@ -225,13 +225,11 @@ class Engine:
         """Who proposes tokens for an answer as its request asks for it."""
         asked, drafters = request.sampling, list[Drafter]()
         if asked.draft is not None:
-            encode = partial(self._tokenizer.encode, special=False)
-            drafters.append(TextDraft(label_token_ids(asked.draft, encode)))
+            tokens = label_token_ids(asked.draft, partial(self._tokenizer.encode, special=True))  # tables' marks, say
+            end = [] if asked.ignore_eos else [self._tokenizer.eos_id]
+            drafters.append(TextDraft(tokens + [token for token in end if token in self._eos_token_ids]))
         if asked.draft_pool is not None:
-            prompt = np.array(request.input_ids)
-            for start, length in np.asarray(request.spans).reshape(-1, 2):
-                prompt[start : start + length] = BETWEEN
-            drafters.append(Suffixes(prompt.tolist(), self._earlier, asked.draft_pool))
+            drafters.append(Suffixes(read_tokens(request.input_ids, request.spans), self._earlier, asked.draft_pool))
         return drafters
 
     def _label_scorer(self, choices: SequenceType[str]) -> LabelScorer:

@@ -221,7 +221,7 @@ class Sequence:
         if draft:
             self.computed = min(self.computed, self.known - 1)  # it is 0 where the blocks were given back meanwhile
             assert self.drafting is not None, "nobody drafted this"
-            self.drafting.learn(len(draft), place)
+            self.drafting.learn(len(draft), place + (place < len(draft) and token == draft[place]))
         return taken
 
     def _accept(self, token: int, report: Report | None) -> bool:

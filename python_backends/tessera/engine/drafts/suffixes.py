@@ -1,6 +1,6 @@
 """What followed the answer's last tokens where they occurred before: in its prompt, and in earlier answers.
 
-Earlier answers are shared by name alone. A request without a name draws on its own prompt and leaves nothing behind.
+Earlier answers are shared by name alone: one without a name leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -9,12 +9,22 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import takewhile
 
+import numpy as np
+
 from tessera.engine.drafts.alignment import CERTAIN, LONGEST, Alignment, SuffixAutomaton
 from tessera.engine.drafts.text import PIECE
 
 PROMPT_TOKENS = 2048  # the last ones of a prompt that are read
 BETWEEN = -1
 """In a token's place: what stands before it is not followed by what comes after it."""
+
+
+def read_tokens(input_ids: np.ndarray, spans: np.ndarray) -> list[int]:
+    """A prompt's tokens with BETWEEN where each picture stands; the arguments are as in Request."""
+    tokens, kept = np.array(input_ids), np.ones(len(input_ids), bool)
+    for start, length in np.asarray(spans).reshape(-1, 2):
+        tokens[start], kept[start + 1 : start + length] = BETWEEN, False
+    return tokens[kept][-PROMPT_TOKENS:].tolist()
 
 
 class EarlierAnswers:
@@ -25,9 +35,9 @@ class EarlierAnswers:
         self._names, self._tokens = names, tokens
         self._of: OrderedDict[str, list[SuffixAutomaton]] = OrderedDict()
 
-    def of(self, name: str | None) -> Sequence[SuffixAutomaton]:
+    def of(self, name: str) -> Sequence[SuffixAutomaton]:
         """The newest first."""
-        if name is None or name not in self._of:
+        if name not in self._of:
             return ()
         self._of.move_to_end(name)
         return self._of[name]
@@ -46,13 +56,13 @@ class EarlierAnswers:
 class Suffixes:
     """Proposes for one answer, once its last three tokens or more occurred before, what followed where the most did.
 
-    ``prompt``: its tokens, BETWEEN where pictures stand. ``name``: of the earlier answers.
+    ``prompt``: as :func:`read_tokens` has it. ``name``: of the earlier answers.
     """
 
     prior = 0.4
 
-    def __init__(self, prompt: Sequence[int], earlier: EarlierAnswers, name: str | None) -> None:
-        self._unread = list(prompt[-PROMPT_TOKENS:])
+    def __init__(self, prompt: Sequence[int], earlier: EarlierAnswers, name: str) -> None:
+        self._unread = list(prompt)
         self._prompt = SuffixAutomaton()
         self._earlier, self._name = earlier, name
         self._alignments: dict[SuffixAutomaton, Alignment] = {}
