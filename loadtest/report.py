@@ -1,6 +1,6 @@
 """Writes the figures into the documents: the newest of every metric into docs/figures.md and beside the statements of
-docs/seeds.md, and the pairs with other engines into README.md and docs/peers.md. record.py does it too, after it has
-kept new ones.
+docs/seeds.md, the pairs with other engines into README.md and docs/peers.md, and what drafts gain into docs/drafts.md.
+record.py does it too, after it has kept new ones.
 
     python loadtest/report.py [--check]     (--check writes nothing; 1 says that a table would change)
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import seeds
-from bench import peers_report
+from bench import drafts_report, peers_report
 from figures import RESULTS, ROOT, rounded
 
 BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -55,6 +55,7 @@ def update(check: bool = False) -> bool:
     figures, peers = newest(), peers_report.read()
     pages = {
         "README.md": peers_report.comparison(peers),
+        "docs/drafts.md": seeds.tables(figures, drafts_report.GOALS),
         "docs/figures.md": table(figures[name] for name in sorted(figures)),
         "docs/peers.md": peers_report.page(peers),
         "docs/seeds.md": seeds.tables(figures | seeds.rungs(RESULTS.with_name("ladder.jsonl"))),

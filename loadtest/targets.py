@@ -77,12 +77,14 @@ class TesseraAsker(Asker):
             yield partial(self._ask, client)
 
     def _ask(self, client: Client, picture: bytes, workload: Workload, prompt: str) -> Reply:
-        ask = client.stream if workload.streamed else client.ask
-        return reply_of(ask(picture, workload.question(prompt), **workload.sampling), workload.tokens)
+        ask, sampling = client.stream if workload.streamed else client.ask, workload.sampling
+        tokens = workload.tokens if sampling.get("ignore_eos") else None
+        return reply_of(ask(picture, workload.question(prompt), **sampling), tokens)
 
 
-def reply_of(answer: Answer | Stream, tokens: int) -> Reply:
-    """Of an answer, or of a stream that is yet to come. Raises RuntimeError where it has another number of tokens."""
+def reply_of(answer: Answer | Stream, tokens: int | None) -> Reply:
+    """Of an answer, or of a stream that is yet to come. Raises RuntimeError where it has another number of tokens; None
+    is any."""
     first, parts = None, 0
     if not isinstance(answer, Answer):
         with answer as stream:
@@ -90,10 +92,10 @@ def reply_of(answer: Answer | Stream, tokens: int) -> Reply:
                 first = first or time.perf_counter()
                 parts += 1
             answer = stream.answer()
-    if answer.usage is None or answer.usage.completion_tokens != tokens:
+    if answer.usage is None or answer.usage.completion_tokens != (tokens or answer.usage.completion_tokens):
         raise RuntimeError(f"asked for {tokens} tokens, got {answer.usage}")
     assert answer.timings is not None
-    return Reply(first, tokens, max(1, parts), astuple(answer.timings))
+    return Reply(first, answer.usage.completion_tokens, max(1, parts), astuple(answer.timings))
 
 
 @dataclass(frozen=True)

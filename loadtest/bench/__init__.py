@@ -21,6 +21,8 @@ PROGRAMS = {
     "pixels": ("bench.pixels", "4K and 8K pictures served, decoded by the CPU and by the GPU"),
     "replay": ("bench.replay", "pages of real documents, asked as `tessera parse` asks"),
     "replay_pages": ("bench.replay_set", "makes the set of pages for `replay`"),
+    "drafts": ("bench.drafts", "what drafts gain and cost, and that they change no answer"),
+    "drafts_pages": ("bench.drafts_pages", "makes the fixed set of pages for `drafts`"),
     "ladder": ("bench.ladder", "one job from the plain loop of transformers up, an optimisation a rung"),
     "tiles": ("bench.tiles", "a picture in 13 tiles down to one: requests a second, and recall beside them"),
     "recall": ("bench.quality:recall_main", "the held-out set through the server"),

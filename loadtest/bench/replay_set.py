@@ -41,11 +41,12 @@ RECORDED = Path(__file__).with_name("replay_set.json")
 @dataclass(frozen=True)
 class Request:
     """``kind``: of :attr:`Client.kinds`. ``tokens``: the answer's, its end among them. ``box``: left, top, right and
-    bottom in thousandths of the page; None for the whole page, whose layout is asked."""
+    bottom in thousandths of the page; None for the whole page, whose layout is asked. ``draft``: sent with it."""
 
     kind: str
     tokens: int
     box: tuple[int, int, int, int] | None = None
+    draft: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class Client:
 
     def sampling(self, request: Request) -> dict[str, Any]:
         """With the answer's length forced."""
-        return {**self.kinds[request.kind]["sampling"], "max_tokens": request.tokens, "ignore_eos": True}
+        draft = {"draft": request.draft} if request.draft else {}
+        return {**self.kinds[request.kind]["sampling"], "max_tokens": request.tokens, "ignore_eos": True, **draft}
 
     def picture(self, page: Image.Image, request: Request) -> bytes:
         """What is sent with the request: a PNG."""
