@@ -92,9 +92,10 @@ class Sequence:
         self.image_positions = np.concatenate(
             [np.arange(start, start + length) for start, length in spans] or [np.zeros(0, np.int64)]
         )
-        self._plain_from = 0 if request.sampling.plain else math.inf  # a place in the answer
+        self._greedy_from = 0 if request.sampling.greedy else math.inf  # a place in the answer
         if self.stop_ids:  # until then they are forbidden
-            self._plain_from = max(self._plain_from, request.sampling.min_tokens)
+            self._greedy_from = max(self._greedy_from, request.sampling.min_tokens)
+        self._plain_from = math.inf if request.sampling.penalized else self._greedy_from
         self.embeddings = request.embeddings
         self.ids = prompt.astype(np.int64)
         self.ids[self.image_positions] = 0  # their rows come from embeddings; the ids need not be valid
@@ -146,6 +147,10 @@ class Sequence:
     def plain(self) -> bool:
         """Whether of the token in flight nothing is asked but that it is the likeliest."""
         return self.place >= self._plain_from
+
+    @property
+    def plain_but_for_penalties(self) -> bool:
+        return self.place >= self._greedy_from
 
     @property
     def pending(self) -> int:

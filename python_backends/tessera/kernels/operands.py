@@ -78,6 +78,19 @@ class Routing(NamedTuple):
     weights: torch.Tensor  # [tokens, picked], of the model's dtype
 
 
+class PenaltyRows(NamedTuple):
+    """Rows of a step's logits that ask for penalties.
+
+    ``numbers`` int64 [5, r]: where each stands among the step's rows, its line of tokens, how many of them it knows,
+    how many of these are its prompt's, and the size of n-grams that it may not repeat, 0 for none. ``amounts`` float32
+    [3, r]: of repetition, frequency and presence. ``width``: the most tokens that one of them knows.
+    """
+
+    numbers: torch.Tensor
+    amounts: torch.Tensor
+    width: int
+
+
 def finished(product: torch.Tensor | DeferredProduct) -> torch.Tensor:
     return product if isinstance(product, torch.Tensor) else product.product()
 

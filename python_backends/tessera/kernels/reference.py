@@ -15,6 +15,7 @@ from tessera.kernels.operands import (
     HeadNorms,
     PagedCache,
     Partials,
+    PenaltyRows,
     Routing,
     StoredWeights,
     finished,
@@ -45,6 +46,44 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     NaN or infinity."""
     lowest, highest = logits.aminmax(dim=-1)
     return torch.where(highest - lowest < float("inf"), logits.argmax(dim=-1), -1)
+
+
+def penalized(
+    logits: torch.Tensor, tokens: torch.Tensor, rows: PenaltyRows, echoes: torch.Tensor | None
+) -> torch.Tensor:
+    """logits of any float dtype [m, vocabulary] -> float32, changed for ``rows`` by their lines of ``tokens`` int32
+    [lines, width]; ``echoes`` int32 [r, width] of these, None where nobody asks for n-grams."""
+    places, lines, lengths, prompts, sizes = rows.numbers[:, :, None]
+    repetition, frequency, presence = rows.amounts[:, :, None]
+    held, at = tokens[lines[:, 0], : rows.width].long(), torch.arange(rows.width, device=logits.device)
+    scores = logits.to(torch.float32, copy=True)
+    known = (held >= 0) & (at < lengths)
+    row, place = known.nonzero().unbind(1)
+    index = places[row, 0], held[row, place]
+    answered = (known & (at >= prompts))[row, place].int()
+    counts = torch.zeros_like(scores, dtype=torch.int32).index_put_(index, answered, accumulate=True)[index]
+    values = scores[index]
+    values = torch.where(values < 0, values * repetition[row, 0], values / repetition[row, 0])
+    values -= frequency[row, 0] * counts
+    values -= torch.where(counts > 0, presence[row, 0], 0.0)
+    scores[index] = values  # a token's places all hold the same value
+    if echoes is not None:
+        row, place = (known & (sizes > 0) & (echoes[:, : rows.width] >= sizes - 1)).nonzero().unbind(1)
+        scores[places[row, 0], held[row, place]] = torch.finfo(torch.float32).min
+    return scores
+
+
+def append_tokens(
+    tokens: torch.Tensor, echoes: torch.Tensor, rows: PenaltyRows, before: torch.Tensor | None, chosen: torch.Tensor
+) -> None:
+    """Puts ``chosen`` int64 [m] behind the rows' lines of ``tokens`` int32 [lines, width], and lengthens those of
+    ``echoes`` where ``before`` int32 [r, width] says what they were."""
+    places, lines, lengths = rows.numbers[:3]
+    new = chosen[places].int()
+    if before is not None:
+        same = tokens[lines, : rows.width] == new[:, None]
+        echoes[lines, 1 : rows.width + 1] = (before[:, : rows.width] + 1).where(same, 0)
+    tokens[lines, lengths] = new
 
 
 def norm_heads(queries: torch.Tensor, keys: torch.Tensor, norms: HeadNorms) -> None:

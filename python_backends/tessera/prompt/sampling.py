@@ -264,10 +264,10 @@ class SamplingParameters:
         return any(getattr(self, name) != getattr(SamplingParameters, name) for name in PENALTIES)
 
     @property
-    def plain(self) -> bool:
-        """Whether the likeliest token is all that is asked for, once the answer has ``min_tokens``."""
+    def greedy(self) -> bool:
+        """Whether the likeliest token but for penalties is all that is asked for, once there are ``min_tokens``."""
         wants = self.temperature > 0 or self.logprobs is not None or self.choices is not None
-        return not (wants or self.logit_bias or self.penalized or self.constraint)
+        return not (wants or self.logit_bias or self.constraint)
 
     @property
     def named_tokens(self) -> dict[str, list[int]]:

@@ -14,7 +14,8 @@ from tessera.attention.backend import AttentionBackend, AttentionStep, KvStorage
 from tessera.checkpoint.weights import SafetensorsFolder, SafetensorsHeaders, fill, name_in_file, split_names
 from tessera.engine.execution.batch_inputs import PackedBatch, fill_in, image_rows, pack
 from tessera.engine.execution.memory_budget import count_blocks, prompts_of
-from tessera.engine.execution.sampler import Histories, SampledRows, SamplingRow, greedy, sample
+from tessera.engine.execution.penalties import Histories
+from tessera.engine.execution.sampler import SampledRows, SamplingRow, greedy, sample
 from tessera.engine.execution.step_graphs import DecodeGraphs, PromptGraphs, graph_sizes, prompt_sizes
 from tessera.engine.scheduling.scheduler import ScheduledBatch
 from tessera.kernels.transfer import Moment, to_device
@@ -150,6 +151,8 @@ class ModelRunner:
         penalties = self._histories.select(batch.sampling)
         if plain:
             sampled = SampledRows(greedy(logits), started)
+        elif penalties is not None and all(sequence.plain_but_for_penalties for sequence in batch.sampling):
+            sampled = SampledRows(greedy(penalties.applied(logits)), started)
         else:
             rows = [SamplingRow.of(each, drafted) for each in batch.sampling for drafted in range(1 + len(each.draft))]
             sampled = sample(logits, rows, started, penalties)
