@@ -20,6 +20,7 @@ from tessera.errors import CheckpointError
 from tessera.launcher import checking
 from tessera.launcher.cli import parse, serve_main
 from tessera.launcher.settings import ServerSetup
+from tessera.models.internvl.vision import InternViT
 from tessera.settings.gpu import GIB, divide
 from tessera.settings.stages import EngineConfig, VisionSettings
 
@@ -115,10 +116,14 @@ def test_what_is_wrong_is_said_in_one_paragraph(folder: Path, change: Change, co
     assert str(caught.value).startswith(f"{folder} cannot be served: ") and "\n" not in str(caught.value)
 
 
-def test_settings_are_part_of_it(folder: Path) -> None:
+def test_settings_are_part_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match="max_model_len 8000 exceeds the checkpoint's context of 4096"):
         judge(folder, "--set", "max_model_len=8000")
     assert "made FP8 while it loads" in judge(folder, "--quantization", "fp8-language")
+    assert "can be served" in judge(folder, "--quantization", "int8-vision")
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="has no ONNX graph"):
+        patched.setattr(InternViT, "onnx_graph", None)
+        judge(folder, "--quantization", "int8-vision")
     (folder / "model.safetensors").unlink()
     assert "weights drawn at random" in judge(folder, "--set", "weights=random")
     (folder / "config.json").unlink()

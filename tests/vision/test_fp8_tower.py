@@ -63,12 +63,12 @@ def test_the_gate_judges_the_average_row_and_refuses_what_is_no_number():
     rows = torch.ones(125, 8)
     odd = rows.clone()
     odd[0, :4] = -1  # at a right angle
-    check_rows(odd, rows)
+    check_rows(odd, rows, "FP8")
     odd[1, :4] = -1
     with pytest.raises(ConfigError, match=r"is 0\.9840 on average \(least 0\.0000\)"):
-        check_rows(odd, rows)
+        check_rows(odd, rows, "FP8")
     with pytest.raises(ConfigError, match="is nan on average"):
-        check_rows(rows * float("nan"), rows)
+        check_rows(rows * float("nan"), rows, "FP8")
 
 
 def test_the_gates_tiles_are_pictures():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import check_graph
@@ -88,8 +89,11 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def start(checkpoint):
-    return OnnxRunner.from_checkpoint(read_config(checkpoint), VisionSettings())
+INT8 = VisionSettings(quantization="int8")
+
+
+def start(checkpoint, settings=VisionSettings()):  # noqa: B008 - frozen
+    return OnnxRunner.from_checkpoint(read_config(checkpoint), settings)
 
 
 def test_the_graph_is_exported_on_first_use_and_kept(checkpoint, cache, tmp_path, monkeypatch):
@@ -154,3 +158,53 @@ def test_a_tower_too_large_for_a_graph_runs_in_torch(checkpoint, monkeypatch):
 def test_a_tower_without_a_graph_is_named(tmp_path):
     with pytest.raises(ConfigError, match="model_type 'qwen2_vl' has no ONNX graph: it runs in torch"):
         onnx_writer(config_of(tmp_path))
+
+
+def in_int8(tower):
+    """The tower with its linear layers' weights and inputs rounded as the graph's are, in float32."""
+
+    def rounded(module, inputs):
+        (x,) = inputs
+        low, high = x.min().clamp(max=0), x.max().clamp(min=0)
+        scale = (high - low) / 255
+        zero = (-low / scale).round()
+        return ((x / scale).round() + zero).clamp(0, 255).sub(zero) * scale
+
+    for name, layer in tower.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            scales = layer.weight.abs().amax(1, keepdim=True) / 63
+            weight = (layer.weight / scales).round() * scales
+            if name == "patch_embedding":  # of pixels less 128
+                layer.bias += 128 * (layer.weight - weight).sum(1)
+            else:
+                layer.register_forward_pre_hook(rounded)
+            layer.weight.copy_(weight)
+    return tower
+
+
+@pytest.mark.parametrize("shape", ["plain", "no bias, an earlier layer"])
+def test_in_int8_weights_and_inputs_are_rounded_and_a_tile_does_not_see_its_neighbours(tmp_path, cache, shape):
+    folder = hf_native(tmp_path / "tiny", Shape(**SMALL, **SHAPES[shape]))
+    config, pixels = read_config(folder), tiles(3)
+    plain = TorchRunner(load_tower(config))
+    with torch.no_grad():
+        expected = torch.cat([TorchRunner(in_int8(load_tower(config))).run(tile[None]) for tile in pixels])
+    runner = start(folder, INT8)
+    found = runner.run(pixels)
+    # A value between two steps may take either, by the order of sums before it.
+    error, of_rounding = (found - expected).norm(), (found - plain.run(pixels)).norm()
+    assert error < 0.1 * of_rounding and of_rounding < 0.1 * expected.norm()
+    assert torch.equal(runner.run(pixels[1:2]), found[4:8])
+    assert [path.name[:12] for path in cache.iterdir()] == ["vision-int8-"]
+
+
+def test_int8_is_refused_where_it_changes_the_rows_or_no_graph_holds_the_tower(checkpoint, cache, monkeypatch):
+    with pytest.raises(ConfigError, match="int8-vision is the CPU's"):
+        replace(INT8, runner="torch")
+    monkeypatch.setattr(onnx_runner, "MOST_BYTES", 1000)
+    with pytest.raises(ConfigError, match="no ONNX graph holds this InternViT"):
+        make_runner(read_config(checkpoint), INT8)
+    monkeypatch.setattr("tessera.vision.fp8_tower.LEAST_COSINE", 1.1)
+    with pytest.raises(ConfigError, match="the vision tower in int8 gives other rows"):
+        start(checkpoint, INT8)
+    assert not cache.exists()

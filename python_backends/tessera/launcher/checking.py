@@ -144,7 +144,7 @@ def _prompts(config: CheckpointConfig, settings: PreprocessSettings) -> Found:
 def _tower(config: CheckpointConfig, settings: VisionSettings) -> Found:
     import torch
 
-    from tessera.models.tower import check_tower, unfilled_tower
+    from tessera.models.tower import check_tower, onnx_writer, unfilled_tower
 
     if settings.vision_url:
         return Found(f"the vision stage is asked at {settings.vision_url}")
@@ -153,6 +153,8 @@ def _tower(config: CheckpointConfig, settings: VisionSettings) -> Found:
     tower = (unfilled_tower if settings.random_weights else check_tower)(config)
     if settings.quantization == "fp8":
         tower.fp8_linears()
+    if settings.quantization == "int8":
+        onnx_writer(config)
     size = sum(parameter.numel() for parameter in tower.parameters()) * getattr(torch, settings.dtype).itemsize
     return Found(f"vision tower {type(tower).__name__}{_weights(settings.random_weights)}", size)
 

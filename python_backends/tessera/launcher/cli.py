@@ -131,7 +131,7 @@ def parse(
     add("--device", "auto, cpu or cuda (default auto: cuda where there is a GPU)")
     add("--gpu-memory", "the part of each GPU's memory that the server may use (default 0.9)", metavar="0.9")
     add("--quantization", "fp8: quantize a plain checkpoint's linear layers while loading; fp8-language, fp8-vision: "
-        "one stage's alone", choices=QUANTIZATIONS)  # fmt: skip
+        "one stage's alone; int8-vision: a tower's on a CPU", choices=QUANTIZATIONS)  # fmt: skip
     add("--set", "any other setting, such as language_model.max_sequences=64; may be repeated", dest="settings",
         type=pair, action="append", default=[], metavar="NAME=VALUE")  # fmt: skip
     add("--show-settings", "print all settings and who set them, and end", action="store_true")

@@ -21,6 +21,7 @@ QUANTIZATIONS = {
     "fp8": ("fp8", "fp8"),
     "fp8-language": ("checkpoint", "fp8"),
     "fp8-vision": ("fp8", "checkpoint"),
+    "int8-vision": ("int8", "checkpoint"),
 }
 """What `quantization` says -> what that is for the vision stage, and for the language model."""
 

@@ -122,10 +122,11 @@ class VisionSettings:
     the work; the other stages have one each. ``quantization``: fp8 has the tower's linear layers quantized when they
     are loaded (vision/fp8_tower.py), and is refused where that changes the rows too much; checkpoint runs them in FP8
     if they are stored so. On the CPU a tower in FP8 gives the rows that a GPU would, through the torch runner: no onnx
-    graph holds it, and it is slower. ``cache_bytes``: for the rows of pictures seen before. ``memory_bytes``: all that
-    the stage holds (vision/memory.py: what that is); 0 bounds nothing. ``vision_url``: another server's address, whose
-    vision stage is asked in place of an own one (docs/remote_vision.md). ``tile_policy``: preprocess's, which says how
-    large a picture may be that the tower takes whole; None: the checkpoint's.
+    graph holds it, and it is slower. int8 is the onnx runner's (models/internvl/onnx_graph.py), and refused alike.
+    ``cache_bytes``: for the rows of pictures seen before. ``memory_bytes``: all that the stage holds (vision/memory.py:
+    what that is); 0 bounds nothing. ``vision_url``: another server's address, whose vision stage is asked in place of
+    an own one (docs/remote_vision.md). ``tile_policy``: preprocess's, which says how large a picture may be that the
+    tower takes whole; None: the checkpoint's.
     """
 
     runner: str = setting("onnx", cuda="graph", settable=False, choices=("onnx", "torch", "graph"))
@@ -145,6 +146,8 @@ class VisionSettings:
         check(self, "vision_encoder")
         if self.runner == "onnx" and (self.dtype, self.device) != ("float32", "cpu"):
             raise ConfigError("the onnx runner computes in float32 on the CPU; for anything else use graph or torch")
+        if self.quantization == "int8" and self.runner != "onnx":
+            raise ConfigError("quantization int8-vision is the CPU's, and the onnx runner's; on a GPU take fp8-vision")
         if self.runner == "graph" and not self.device.startswith("cuda"):
             raise ConfigError(f"the graph runner records CUDA graphs; it needs device cuda, not {self.device!r}")
         if self.gpu_pixels and not self.vision_url and not self.device.startswith("cuda"):

@@ -131,7 +131,7 @@ class VisionEncoder:
             DeviceStreams(device),
             budget,
             GpuDecoder(device) if settings.gpu_pixels else None,
-            ("fp8" if in_fp8(tower) else settings.dtype, kept),
+            ("fp8" if in_fp8(tower) else "int8" if settings.quantization == "int8" else settings.dtype, kept),
             largest_picture,
         )
 

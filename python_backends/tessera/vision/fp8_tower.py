@@ -74,7 +74,7 @@ def serving_tower(config: CheckpointConfig, settings: VisionSettings) -> Tower:
         expected = tower(pixels, wires)
         put(tower, quantized)
         try:
-            check_rows(tower(pixels, wires), expected)
+            check_rows(tower(pixels, wires), expected, "FP8")
         except ConfigError as error:
             if settings.quantization == "fp8":
                 raise
@@ -95,16 +95,16 @@ def put(tower: nn.Module, modules: Mapping[str, nn.Module]) -> None:
         setattr(tower.get_submodule(parent), leaf, module)
 
 
-def check_rows(rows: torch.Tensor, expected: torch.Tensor) -> None:
-    """rows and expected [n, hidden]. Raises ConfigError if on average they are no longer alike."""
+def check_rows(rows: torch.Tensor, expected: torch.Tensor, form: str) -> None:
+    """rows in ``form`` and expected [n, hidden]. Raises ConfigError if on average they are no longer alike."""
     cosines = functional.cosine_similarity(rows.double(), expected.double(), dim=-1)
     mean, least = float(cosines.mean()), float(cosines.min())
     if not mean >= LEAST_COSINE:  # so that no number is a refusal too
         raise ConfigError(
-            f"the vision tower in FP8 gives other rows: their cosine with the unquantized tower's is {mean:.4f} on "
+            f"the vision tower in {form} gives other rows: their cosine with the unquantized tower's is {mean:.4f} on "
             f"average (least {least:.4f}) and must be {LEAST_COSINE}: set quantization to checkpoint or fp8-language"
         )
-    _LOG.info("the vision tower runs in FP8: cosine with the unquantized rows %.5f, least %.5f", mean, least)
+    _LOG.info("the vision tower runs in %s: cosine with the unquantized rows %.5f, least %.5f", form, mean, least)
 
 
 def gate_tiles(shape: tuple[int, ...]) -> torch.Tensor:

@@ -16,18 +16,24 @@ from tessera.models import tower as towers
 from tessera.models.tower import Tower, Wires, load_tower, onnx_writer, unfilled_tower, vision_fingerprint
 from tessera.settings.stages import VisionSettings
 from tessera.settings.user_cache import cache_folder, is_kept, remove_unused, write_whole
+from tessera.vision.fp8_tower import check_rows, gate_tiles
 
 _LOG = logging.getLogger(__name__)
 MOST_BYTES = (1 << 31) - (1 << 24)  # of weights in one protobuf message
 
 
 class OnnxRunner:
-    """Runs a graph of one input, the pixels, and one output, the rows; ``tower`` is the one it was written from."""
+    """Runs a graph of one input, the pixels, and one output, the rows; ``tower`` is the one it was written from.
+
+    ``alone``: each unit of cost by itself. A graph in int8 rounds by the range of all that it is given, and a tile's
+    rows must not depend on its neighbours.
+    """
 
     beside = 0
 
-    def __init__(self, model: Path | bytes, threads: int = 1, tower: Tower | None = None) -> None:
+    def __init__(self, model: Path | bytes, threads: int = 1, tower: Tower | None = None, alone: bool = False) -> None:
         self.tower: Any = tower
+        self._alone = alone
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
@@ -43,32 +49,36 @@ class OnnxRunner:
     @classmethod
     def from_checkpoint(cls, config: CheckpointConfig, settings: VisionSettings) -> OnnxRunner:
         """Raises CheckpointError."""
-        graph = _written(config) if settings.random_weights else kept_graph(config)
-        return cls(graph, settings.threads, unfilled_tower(config))
+        int8 = settings.quantization == "int8"
+        graph = _written(config, int8) if settings.random_weights else kept_graph(config, int8)
+        return cls(graph, settings.threads, unfilled_tower(config), int8)
 
     def run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
         """float32 rows."""
-        (rows,) = self.session.run(None, {self._input: np.asarray(pixels)})
-        return torch.from_numpy(rows).flatten(0, -2)
+        given = np.asarray(pixels)
+        parts = given[:, None] if self._alone else [given]
+        rows = [torch.from_numpy(self.session.run(None, {self._input: part})[0]) for part in parts]
+        return torch.cat(rows).flatten(0, -2)
 
     def activation_bytes(self, cost: int) -> int:
         return self.tower.activation_bytes(cost, scores=True)
 
 
-def kept_graph(config: CheckpointConfig) -> Path | bytes:
+def kept_graph(config: CheckpointConfig, int8: bool = False) -> Path | bytes:
     """The file of a checkpoint's graph in the user's cache, exported now if it is not there; its bytes if none can be.
 
     Several processes may do so at once: each writes the same file, whole. Files of the same weights that other code
     wrote go when nobody uses them any more.
     """
     fingerprint = vision_fingerprint(config)
-    path = graph_path(fingerprint)
+    name = f"int8-{fingerprint}" if int8 else fingerprint
+    path = graph_path(name)
     if is_kept(path):
         return path
-    content = _written(config, fingerprint)
+    content = _written(config, int8, fingerprint)
     try:
         write_whole(path, lambda draft: draft.write_bytes(content))
-        remove_unused(path.parent.glob(f"vision-{fingerprint}-*.onnx"))
+        remove_unused(path.parent.glob(f"vision-{name}-*.onnx"))
     except OSError as error:
         _LOG.warning("the exported vision graph is not kept: %s", error)
         return content
@@ -84,7 +94,14 @@ def graph_path(fingerprint: str) -> Path:
     return cache_folder() / f"vision-{fingerprint}-{code.hexdigest()}.onnx"
 
 
-def _written(config: CheckpointConfig, fingerprint: str = "") -> bytes:
+def _written(config: CheckpointConfig, int8: bool, fingerprint: str = "") -> bytes:
+    """Raises ConfigError where int8 changes the rows too much."""
     write = onnx_writer(config)
     tower = load_tower(config, random_weights=not fingerprint)
-    return write(tower, fingerprint).SerializeToString()
+    graph = write(tower, fingerprint, int8).SerializeToString()
+    if int8:
+        pixels, wires = tower.squares(gate_tiles)
+        with torch.inference_mode():
+            expected = tower(pixels, wires)
+        check_rows(OnnxRunner(graph, alone=True).run(pixels), expected, "int8")
+    return graph

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tessera.checkpoint.config import CheckpointConfig
+from tessera.errors import ConfigError
 from tessera.models.tower import Tower, Wires, tower_class, unfilled_tower
 from tessera.settings.stages import VisionSettings
 from tessera.vision.fp8_tower import linears_in_fp8
@@ -53,6 +54,8 @@ def make_runner(config: CheckpointConfig, settings: VisionSettings) -> Runner:
 
         if weight_bytes(unfilled_tower(config)) <= MOST_BYTES:
             return OnnxRunner.from_checkpoint(config, settings)
+    if settings.quantization == "int8":
+        raise ConfigError(f"no ONNX graph holds this {tower.__name__}, so none in int8: set quantization to checkpoint")
     if settings.runner == "graph" and tower.splits:  # no graph is recorded of pictures of any size
         from tessera.vision.torch_runner import GraphRunner
 

@@ -20,15 +20,16 @@ from tessera.models.internvl.vision import MLP, Attention, InternViT, Layer
 FINGERPRINT = "tessera.fingerprint"
 PRECISION = "tessera.precision"
 _FUSED = "com.microsoft"
+_MOST, _MIDDLE = 63, 128  # the largest weight in int8; the middle of a pixel's values
 _IR_VERSIONS = {17: 8, 19: 9}  # of an opset
 
 
-def vision_graph(tower: InternViT, fingerprint: str = "") -> onnx.ModelProto:
+def vision_graph(tower: InternViT, fingerprint: str = "", int8: bool = False) -> onnx.ModelProto:
     """Write the graph of a float32 tower whose constants are folded (as ``load_tower`` gives it).
 
     ``fingerprint`` is stored in the model's metadata. The weights lie inside the model (protobuf's limit: 2 GiB).
     """
-    return GraphWriter(tower).model(fingerprint)
+    return Int8Writer(tower).model(fingerprint, "int8") if int8 else GraphWriter(tower).model(fingerprint)
 
 
 class GraphWriter:
@@ -174,3 +175,37 @@ class GraphWriter:
         node = helper.make_node(operator, inputs, [out or name], name=name, domain=domain, **attributes)
         self.nodes.append(node)
         return out or name
+
+
+class Int8Writer(GraphWriter):
+    """Has the linear layers multiply integers: what goes into one is rounded to uint8 over its range in this forward,
+    its weights to int8 with a scale for each output channel. Attention, norms and GELU stay in float32.
+
+    Weights take 7 bits: of 8, sums of two products overflow where a CPU has AVX2 alone, and other CPUs would give other
+    rows. Pixels are integers already, and are taken as they are less 128, so that errors of weights average out.
+    """
+
+    def __init__(self, tower: InternViT) -> None:
+        super().__init__(tower)
+        self._rounded: dict[str, list[str]] = {}
+
+    def embed_patches(self, patches: str) -> str:
+        layer = self.tower.patch_embedding
+        one, middle = self.constant(np.float32(1)), self.constant(np.uint8(_MIDDLE))
+        bias = layer.bias + _MIDDLE * layer.weight.sum(1)
+        return self.add("Add", self._product([patches, one, middle], layer.weight), self.constant(bias))
+
+    def matrix(self, x: str, weight: torch.Tensor, layer: torch.nn.Linear) -> str:
+        if x not in self._rounded:  # q, k and v have one input
+            name = f"rounded_{len(self.nodes)}"
+            self._rounded[x] = [name, f"{name}.scale", f"{name}.zero"]
+            self.nodes.append(helper.make_node("DynamicQuantizeLinear", [x], self._rounded[x], name=name))
+        return self._product(self._rounded[x], weight)
+
+    def _product(self, x: list[str], weight: torch.Tensor) -> str:
+        """x: its integers, their scale and what of them stands for zero -> float32."""
+        values, scale, zero = x
+        scales = weight.detach().abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / _MOST
+        codes = (weight.detach() / scales[:, None]).round().to(torch.int8).t().numpy()
+        weights = self.constant(codes), scale, self.constant(scales), zero
+        return self.add("MatMulIntegerToFloat", values, *weights, domain=_FUSED)
