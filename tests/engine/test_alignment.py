@@ -166,9 +166,16 @@ def test_long_draft_is_read_in_pieces() -> None:
 def test_suffixes_propose_what_followed_in_the_prompt() -> None:
     suffixes = Suffixes([1, 2, 3, 4, 5, 6, BETWEEN, 7, 8, 9, 10], EarlierAnswers(), "a")
     assert suffixes.propose([], 4) == []
-    assert suffixes.propose([2, 3], 4) == [], "two tokens are too few"
-    assert suffixes.propose([2, 3, 4], 4) == [5, 6], "up to a picture"
-    assert suffixes.propose([2, 3, 4, 8, 9, 10], 4) == [], "nothing follows"
+    assert suffixes.propose([1, 2, 3], 4) == [], "three tokens are too few"
+    assert suffixes.propose([1, 2, 3, 4], 4) == [5, 6], "up to a picture"
+    assert suffixes.propose([1, 2, 3, 4, 7, 8, 9, 10], 4) == [], "nothing follows"
+
+
+def test_suffixes_propose_no_more_than_occurred() -> None:
+    suffixes = Suffixes([*range(20)], EarlierAnswers(), "a")
+    assert suffixes.propose([0, 1, 2, 3], 15) == [4, 5, 6, 7]
+    assert suffixes.propose([0, 1, 2, 3, 4], 15) == [5, 6, 7, 8, 9]
+    assert suffixes.propose([0, 1, 2, 3, 4], 2) == [5, 6]
 
 
 def test_pictures_are_no_tokens() -> None:
@@ -182,16 +189,16 @@ def test_suffixes_read_the_end_of_a_long_prompt() -> None:
     suffixes = Suffixes(read_tokens(prompt, np.zeros((0, 2))), EarlierAnswers(), "a")
     for _ in range(PROMPT_TOKENS // PIECE):
         suffixes.propose([], 4)
-    assert suffixes.propose([4, 5, 6], 4) == []
-    assert suffixes.propose([4, 5, 6, 500, 501, 502], 4) == [503, 504, 505, 506]
+    assert suffixes.propose([4, 5, 6, 7], 4) == []
+    assert suffixes.propose([4, 5, 6, 7, 500, 501, 502, 503], 4) == [504, 505, 506, 507]
 
 
 def test_earlier_answers_are_of_one_name() -> None:
     earlier = EarlierAnswers()
-    earlier.add("a", [1, 2, 3, 4])
-    earlier.add("a", [5, 6, 7])
+    earlier.add("a", [1, 2, 3, 4, 5])
+    earlier.add("a", [6, 7, 8])
     of = {name: Suffixes([], earlier, name) for name in "ab"}
-    assert {name: each.propose([1, 2, 3], 4) for name, each in of.items()} == {"a": [4], "b": []}
+    assert {name: each.propose([1, 2, 3, 4], 4) for name, each in of.items()} == {"a": [5], "b": []}
 
 
 def test_answers_that_end_meanwhile_are_drawn_on_too() -> None:
@@ -201,8 +208,8 @@ def test_answers_that_end_meanwhile_are_drawn_on_too() -> None:
     assert suffixes.propose(answer, 4) == []
     earlier.add("a", [*range(60)])
     assert suffixes.propose(answer, 4) == [40, 41, 42, 43]
-    assert suffixes.propose([*answer, *range(3)], 4) == [3, 4, 5, 6]
-    assert suffixes.propose([*answer, *range(3), *range(20, 59)], 4) == [59], "though it was not asked for 39 tokens"
+    assert suffixes.propose([*answer, *range(4)], 4) == [4, 5, 6, 7]
+    assert suffixes.propose([*answer, *range(4), *range(20, 59)], 4) == [59], "though it was not asked for 39 tokens"
 
 
 def test_earlier_answers_are_bounded_in_tokens_and_names() -> None:

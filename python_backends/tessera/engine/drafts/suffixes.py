@@ -11,10 +11,11 @@ from itertools import takewhile
 
 import numpy as np
 
-from tessera.engine.drafts.alignment import CERTAIN, LONGEST, Alignment, SuffixAutomaton
+from tessera.engine.drafts.alignment import LONGEST, Alignment, SuffixAutomaton
 from tessera.engine.drafts.text import PIECE
 
 PROMPT_TOKENS = 2048  # the last ones of a prompt that are read
+LEAST = 4  # tokens that must have occurred
 BETWEEN = -1
 """In a token's place: what stands before it is not followed by what comes after it."""
 
@@ -54,7 +55,8 @@ class EarlierAnswers:
 
 
 class Suffixes:
-    """Proposes for one answer, once its last three tokens or more occurred before, what followed where the most did.
+    """Proposes for one answer, once its last four tokens or more occurred before, what followed where the most did, and
+    no more tokens than occurred: in answers without boilerplate, longer drafts are nearly all wrong.
 
     ``prompt``: as :func:`read_tokens` has it. ``name``: of the earlier answers.
     """
@@ -82,6 +84,7 @@ class Suffixes:
                 alignment.take(outputs, at)
         self._read = len(outputs)
         best = max(self._alignments.values(), key=lambda alignment: alignment.length)
-        if best.length < CERTAIN or best.place is None:
+        if best.length < LEAST or best.place is None:
             return []
-        return list(takewhile(BETWEEN.__ne__, best.automaton.tokens[best.place + 1 : best.place + 1 + most]))
+        begin = best.place + 1
+        return list(takewhile(BETWEEN.__ne__, best.automaton.tokens[begin : begin + min(most, best.length)]))
