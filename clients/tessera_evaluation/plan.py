@@ -115,7 +115,6 @@ def measure(
         return Measurement(policy, len(items), len(items), str(warmed[0].error))
     outcomes, seconds = ask(items, f"{mark} {policy}", progress=ended)
     figures = recall.figures(outcomes, seconds)
-    macro = figures["recall.macro"]
     classes = [each for each in figures["classes"].values() if each["balanced_accuracy"] is not None]
     tokens = [outcome.usage.image_tokens for outcome in outcomes if outcome.usage]
     return Measurement(
@@ -123,7 +122,7 @@ def measure(
         questions=len(items),
         errors=figures["errors"],
         error=next((str(outcome.error) for outcome in outcomes if outcome.error), ""),
-        recall=macro if macro is not None else sum(outcome.right for outcome in outcomes) / len(outcomes),
+        recall=recall.share_right(figures),
         scored=sum(each["yes"] + each["no"] for each in classes) or len(outcomes),
         qpm=figures["qpm"] or 0.0,
         image_tokens=round(sum(tokens) / len(tokens), 1) if tokens else 0.0,

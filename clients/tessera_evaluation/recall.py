@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -124,6 +124,13 @@ def figures(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
         "qpm": round(60 * len(answered) / seconds, 1) if seconds > 0 else None,
         "latency_ms": {"p50": _quantile(answered, 0.5), "p99": _quantile(answered, 0.99)},
     }
+
+
+def share_right(figures: Mapping[str, Any]) -> float:
+    """The one figure of a run: ``recall.macro``, or where it has no such classes the share of right answers."""
+    if figures["recall.macro"] is not None:
+        return figures["recall.macro"]
+    return sum(kind["questions"] * kind["accuracy"] for kind in figures["kinds"].values()) / figures["questions"]
 
 
 def presence(outcomes: Sequence[Outcome]) -> dict[str, Any]:

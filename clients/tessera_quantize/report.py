@@ -12,6 +12,7 @@ from statistics import mean
 from typing import Any
 
 from tessera_evaluation.charts import Chart
+from tessera_evaluation.recall import share_right
 from tessera_quantize.run import Job, Row
 
 COLOURS = ("#1f5fbf", "#c0392b", "#2e8b57")
@@ -82,13 +83,6 @@ def _without_numbers(errors: Mapping[str, float]) -> dict[str, float]:
 def layer_errors(row: Row) -> list[float]:
     """The mean over the modules of each layer."""
     return [mean(layer.values()) for layer in row.errors]
-
-
-def share_right(figures: Mapping[str, Any]) -> float:
-    """recall.macro, or where there is none the share of right answers of all kinds."""
-    if figures["recall.macro"] is not None:
-        return figures["recall.macro"]
-    return sum(kind["questions"] * kind["accuracy"] for kind in figures["kinds"].values()) / figures["questions"]
 
 
 def _cells(row: Row, policies: Sequence[str]) -> list[str]:
