@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 from tessera.checkpoint.config import BodyNames, CheckpointConfig, NameTable
 from tessera.checkpoint.files import one_of, read_processor, section
-from tessera.checkpoint.normalization import CLIP_MEAN, CLIP_STD, pixel_statistics
 from tessera.checkpoint.weights import WB, WBS
-from tessera.models.qwen2_vl.config import RelativeConfig, check_processor, read_pixel_range, read_vision
+from tessera.models.qwen2_vl.config import RelativeConfig, read_pixel_range, read_vision
 from tessera.models.text.config import TextSpec, assemble
 
 PROCESSORS = tuple(f"PaddleOCRVLImageProcessor{way}" for way in ("", "Fast", "Pil"))
@@ -113,10 +112,8 @@ def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
     """The configuration of a folder whose config.json is ``raw``. Raises CheckpointError."""
     where, processor = f"{folder}/config.json", read_processor(folder)
     tower = {name: value for name, value in section(raw, "vision_config", where).items() if name != "tokens_per_second"}
-    statistics = pixel_statistics({"image_mean": CLIP_MEAN, "image_std": CLIP_STD, **processor})
     # Files state frames, which this tower does not have, and how fast a video's go by.
-    vision = read_vision(VisionConfig, tower, statistics, f"{where}: vision_config", temporal_patch_size=1)
-    check_processor(processor, vision, PROCESSORS, frames=1)
+    vision = read_vision(VisionConfig, tower, processor, f"{where}: vision_config", PROCESSORS, temporal_patch_size=1)
     stated = section(raw, "text_config", where) if raw.get("text_config") else raw
     config = assemble(
         folder,

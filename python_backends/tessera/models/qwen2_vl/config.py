@@ -134,9 +134,7 @@ def read(
     where, processor = f"{folder}/config.json", read_processor(folder)
     text = section(raw, "text_config", where) if raw.get("text_config") else raw
     text = {**_TEXT_DEFAULTS, **{name: value for name, value in text.items() if name not in _BESIDE_TEXT}}
-    statistics = pixel_statistics({"image_mean": CLIP_MEAN, "image_std": CLIP_STD, **processor})
-    vision = read_vision(kind, section(raw, "vision_config", where), statistics, f"{where}: vision_config")
-    check_processor(processor, vision)
+    vision = read_vision(kind, section(raw, "vision_config", where), processor, f"{where}: vision_config")
     config = assemble(
         folder,
         raw,
@@ -156,13 +154,19 @@ def read(
 
 
 def read_vision(
-    kind: type[Kind], stated: Mapping[str, Any], statistics: tuple[Channels, Channels], where: str, **own: Any
+    kind: type[Kind],
+    stated: Mapping[str, Any],
+    processor: Mapping[str, Any],
+    where: str,
+    processors: Sequence[str] = PROCESSORS,
+    **own: Any,
 ) -> Kind:
-    """The tower, as the dataclass ``kind``, for pixels of these ``statistics`` (mean, std). ``own``: fields that the
-    family reads itself.
+    """The tower, as the dataclass ``kind``, for the patches of an image ``processor``, one of ``processors``. ``own``:
+    fields that the family reads itself.
 
-    Raises CheckpointError that begins with ``where``.
+    Raises CheckpointError, also where the two do not fit; of the tower it begins with ``where``.
     """
+    mean, std = pixel_statistics({"image_mean": CLIP_MEAN, "image_std": CLIP_STD, **processor})
     for name in ("in_channels", "in_chans"):
         one_of(stated.get(name, 3), (3,), f"{where}.{name}")
     rope = stated.get("rope_parameters") or {}
@@ -175,8 +179,8 @@ def read_vision(
         f"{where}.",
         ("in_channels", "in_chans", "rope_parameters", "spatial_patch_size", *own),
         rope_theta=rope.get("rope_theta", PatchConfig.rope_theta),
-        pixel_mean=statistics[0],
-        pixel_std=statistics[1],
+        pixel_mean=mean,
+        pixel_std=std,
         **own,
     )
     one_of(stated.get("spatial_patch_size") or vision.patch_size, (vision.patch_size,), f"{where}.spatial_patch_size")
@@ -185,12 +189,11 @@ def read_vision(
             f"{where}: {vision.embed_dim} channels over {vision.num_heads} heads: a head must have a multiple of 4, "
             "whose pairs turn with two axes"
         )
+    _check_processor(processor, vision, processors)
     return vision
 
 
-def check_processor(
-    processor: Mapping[str, Any], vision: PatchConfig, names: Sequence[str] = PROCESSORS, frames: int = 2
-) -> None:
+def _check_processor(processor: Mapping[str, Any], vision: PatchConfig, names: Sequence[str]) -> None:
     """Raises CheckpointError unless the image processor is one of ``names`` and makes the patches that the tower takes.
 
     What it does not state is its own class's, and not the tower's.
@@ -200,7 +203,7 @@ def check_processor(
     sizes = {
         "patch_size": (14, vision.patch_size),
         "merge_size": (2, vision.spatial_merge_size),
-        "temporal_patch_size": (frames, vision.temporal_patch_size),
+        "temporal_patch_size": (type(vision).temporal_patch_size, vision.temporal_patch_size),
     }
     for name, (default, size) in sizes.items():
         one_of(processor.get(name, default), (size,), f"with this vision_config, the image processor's {name}")

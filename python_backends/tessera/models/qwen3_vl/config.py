@@ -14,10 +14,9 @@ from typing import Any
 
 from tessera.checkpoint.config import CheckpointConfig, NameTable, architecture_of
 from tessera.checkpoint.files import one_of, read_processor, section
-from tessera.checkpoint.normalization import CLIP_MEAN, CLIP_STD, pixel_statistics
 from tessera.checkpoint.weights import WB, WBS
 from tessera.errors import CheckpointError
-from tessera.models.qwen2_vl.config import MODULE_NAMES, RelativeConfig, check_processor, read_pixel_range, read_vision
+from tessera.models.qwen2_vl.config import MODULE_NAMES, RelativeConfig, read_pixel_range, read_vision
 from tessera.models.text.config import BODIES, assemble
 
 _TOWER = r"(?:model\.)?visual\."
@@ -85,11 +84,9 @@ def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
     where, processor = f"{folder}/config.json", read_processor(folder)
     body = _EXPERTS if architecture_of(raw) in _OF_EXPERTS else _DENSE
     text = {"model_type": body.model_type, "rope_theta": _THETA, **section(raw, "text_config", where)}
-    statistics = pixel_statistics({"image_mean": CLIP_MEAN, "image_std": CLIP_STD, **processor})
     stated, prefix = section(raw, "vision_config", where), f"{where}: vision_config"
     deep = _read_indexes(stated.get("deepstack_visual_indexes"), f"{prefix}.deepstack_visual_indexes")
-    vision = read_vision(VisionConfig, stated, statistics, prefix, deepstack_visual_indexes=deep)
-    check_processor(processor, vision)
+    vision = read_vision(VisionConfig, stated, processor, prefix, deepstack_visual_indexes=deep)
     if deep and deep[-1] >= vision.depth:
         raise CheckpointError(
             f"{prefix}.deepstack_visual_indexes {list(deep)}: there are {vision.depth} layers, from 0"
