@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from bench.parity import CHECKPOINT, Ours, pictures
 
+from tessera.engine.drafts.text import TextDraft
 from tessera.engine.engine import Engine
 from tessera.engine.process.client import EngineProcess
 from tessera.engine.process.embedding_pool import EmbeddingPool, rows_at
@@ -18,6 +21,15 @@ from tessera.preprocess.preprocessor import PreprocessRequest
 from tessera.prompt.sampling import SamplingParameters
 from tessera.settings.stages import EngineConfig
 
+DRAFTED = ("drafted_steps", "drafted_tokens", "accepted_tokens")
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"kind": {"enum": ["door", "wire", "window"]}, "open": {"type": "boolean"}},
+        "required": ["kind", "open"],
+        "additionalProperties": False,
+    }
+)
 KV_BYTES_A_TOKEN = 2 * 4 * 1 * 64 * 4  # the default checkpoint's, in float32
 
 
@@ -34,9 +46,18 @@ def requests() -> list[Request]:
     ]
 
 
-def answers(requests: list[Request], **settings) -> tuple[list[list[int]], dict[str, int]]:
+def answers(
+    requests: list[Request], guessed: list[list[int]] = (), wrong: int = 0, **settings
+) -> tuple[list[list[int]], dict[str, int]]:
+    """``guessed``: answers that are drafted, one wrong token in so many."""
     config = EngineConfig(**(dict(device="cuda", dtype="float32", kv_cache_bytes=1 << 28) | settings))
     engine = Engine.from_checkpoint(CHECKPOINT, config)
+    if guessed:
+        drafts = {
+            request.number: [token ^ bool(wrong and at % wrong == 1) for at, token in enumerate(answer)]
+            for request, answer in zip(requests, guessed)
+        }
+        engine._drafters = lambda request: [TextDraft(drafts[request.number])]
     sequences = [engine.submit(request) for request in requests]
     while engine.has_work():
         engine.step()
@@ -64,6 +85,75 @@ def test_same_tokens(way, requests, expected):
     found, counted = answers(requests, **WAYS[way])
     assert found == expected
     assert (counted["graph_steps"] > 0) == (WAYS[way].get("graph_batch_size", 1) > 0)
+
+
+@pytest.mark.parametrize("wrong", [0, 3, 7])
+@pytest.mark.parametrize("way", WAYS)
+def test_same_tokens_of_drafts(way, wrong, requests, expected):
+    """Beside one request in four that nothing is drafted for."""
+    guessed = [answer * (number % 4 > 0) for number, answer in enumerate(expected)]
+    found, counted = answers(requests, guessed, wrong, drafts=7, **WAYS[way])
+    assert found == expected and counted["drafted_tokens"] > 0
+    print(f"drafts, {way}, wrong {wrong}:", {name: counted[name] for name in ("steps", "graph_steps", *DRAFTED)})
+    if not wrong:
+        assert counted["accepted_tokens"] == counted["drafted_tokens"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        dict(temperature=1.1, seed=5, top_p=0.9, logprobs=2),
+        dict(repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1, no_repeat_ngram_size=3),
+        dict(json_schema=SCHEMA, ignore_eos=False, max_tokens=90, temperature=0.9, seed=6),
+        dict(json_schema=SCHEMA, ignore_eos=False, max_tokens=90, min_tokens=5, frequency_penalty=0.3),
+    ],
+    ids=["drawn", "penalties", "schema", "schema under penalties"],
+)
+def test_same_tokens_of_drafts_whatever_is_asked(requests, asked):
+    asking = [replace(request, sampling=replace(request.sampling, **asked)) for request in requests]
+    plain, before = answers(asking)
+    for wrong in (0, 3):
+        found, counted = answers(asking, plain, wrong, drafts=15)
+        assert found == plain and counted["drafted_tokens"] > 0
+        print(
+            f"drafts, {sorted(asked)}: {before['steps']} steps,", {name: counted[name] for name in ("steps", *DRAFTED)}
+        )
+
+
+def test_drafts_in_bfloat16_differ_by_ties_alone(requests):
+    """Another kernel sums in another order: where the answers part, both tokens are about as likely."""
+    asking = [replace(request, sampling=replace(request.sampling, max_tokens=60, logprobs=5)) for request in requests]
+    plain, _ = answers(asking, dtype="bfloat16")
+    again, _ = answers(asking, dtype="bfloat16")
+    found, counted = answers(asking, plain, 4, dtype="bfloat16", drafts=7)
+    assert counted["drafted_tokens"] > 0
+    parted = [
+        (number, next(at for at, (one, other) in enumerate(zip(a, b)) if one != other))
+        for number, (a, b) in enumerate(zip(plain, found))
+        if a != b
+    ]
+    print(
+        f"bfloat16: {len(parted)} of {len(plain)} answers part by drafts,",
+        sum(map(list.__ne__, plain, again)),
+        "without",
+    )
+    for number, at in parted:
+        request = asking[number]
+        ids = np.concatenate([request.input_ids, np.array(plain[number][:at], np.int32)])
+        longer = replace(request, input_ids=ids, sampling=replace(request.sampling, max_tokens=1))
+        logprobs = dict(top_of(longer, dtype="bfloat16"))
+        assert abs(logprobs[plain[number][at]] - logprobs[found[number][at]]) < 0.05
+
+
+def top_of(request: Request, **settings) -> list[tuple[int, float]]:
+    """The likeliest next tokens, and their log probabilities."""
+    config = EngineConfig(**(dict(device="cuda", kv_cache_bytes=1 << 28) | settings))
+    engine = Engine.from_checkpoint(CHECKPOINT, config)
+    engine.submit(request)
+    reports = []
+    while engine.has_work():
+        reports += [report for *_, report in engine.step().tokens]
+    return list(reports[0].top)
 
 
 @pytest.mark.parametrize(
