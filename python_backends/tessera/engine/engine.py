@@ -284,7 +284,8 @@ class Engine:
     def _apply(self, batch: ScheduledBatch, result: SampledRows) -> None:
         tokens = result.tokens()
         began_ns = time.perf_counter_ns()
-        drafted = batch.rows - len(batch.sampling)
+        verified = [each.drafting for each in batch.sampling if each.drafting is not None] if batch.drafted else []
+        self.metrics.accepted_tokens -= sum(each.accepted for each in verified)
         taken = self.scheduler.apply(batch, tokens)
         self._lane.begin()
         device_ns = result.device_ns()
@@ -300,10 +301,9 @@ class Engine:
             if sequence.error is not None:
                 self.metrics.not_finite_logits += not sequence.finite
                 _LOG.error("request %r: %s", sequence.request.request_id, sequence.error)
-        if drafted:
-            self.metrics.drafted_steps += 1
-            self.metrics.drafted_tokens += drafted
-            self.metrics.accepted_tokens += sum(max(0, len(answer) - 1) for _, answer in taken)
+        self.metrics.drafted_steps += bool(batch.drafted)
+        self.metrics.drafted_tokens += batch.drafted
+        self.metrics.accepted_tokens += sum(each.accepted for each in verified)
         self._applying_ns = time.perf_counter_ns() - began_ns
 
     def _end(self, sequence: Sequence) -> None:

@@ -205,29 +205,33 @@ class Sequence:
         """Whether it goes before one that came earlier."""
         return self.request.sampling.priority < other.request.sampling.priority and self.rank < other.rank
 
-    def take(self, chosen: SequenceType[SampledToken]) -> list[SampledToken]:
+    def take(self, chosen: list[SampledToken]) -> list[SampledToken]:
         """Takes what a step sampled, and ends the sequence if that was its last token or none.
 
         ``chosen``: one token, and one behind each token of the draft. They count up to the first that is not the
         draft's own. Returns those that are part of the answer.
         """
+        if not self.draft:  # as for most
+            return chosen if self._take(*chosen[0]) else []
         draft, self.draft = self.draft, ()
-        taken = []
-        for place, (token, report) in enumerate(chosen):
-            if token == NOT_FINITE:
-                step = "decode" if self.outputs else "prefill"
-                self.finish_reason, self.finite = "error", False
-                self.error = f"the model's logits are NaN or infinite ({step}, position {self.known - 1})"
+        right = 0
+        while self._take(*chosen[right]) and not self.finished and right < len(draft):
+            if chosen[right][0] != draft[right]:
                 break
-            if self._accept(token, report):
-                taken.append(chosen[place])
-            if self.finished or place == len(draft) or token != draft[place]:
-                break
-        if draft:
-            self.computed = min(self.computed, self.known - 1)  # it is 0 where the blocks were given back meanwhile
-            assert self.drafting is not None, "nobody drafted this"
-            self.drafting.learn(len(draft), place + (place < len(draft) and token == draft[place]))
-        return taken
+            right += 1
+        self.computed = min(self.computed, self.known - 1)  # it is 0 where the blocks were given back meanwhile
+        assert self.drafting is not None, "nobody drafted this"
+        self.drafting.learn(len(draft), right + (right < len(draft) and chosen[right][0] == draft[right]))
+        return chosen[: right + self.finite]
+
+    def _take(self, token: int, report: Report | None) -> bool:
+        """Whether it is part of the answer."""
+        if token == NOT_FINITE:
+            step = "decode" if self.outputs else "prefill"
+            self.finish_reason, self.finite = "error", False
+            self.error = f"the model's logits are NaN or infinite ({step}, position {self.known - 1})"
+            return False
+        return self._accept(token, report)
 
     def _accept(self, token: int, report: Report | None) -> bool:
         place = self.known
@@ -242,7 +246,8 @@ class Sequence:
     def expect(self, draft: SequenceType[int] = ()) -> None:
         """A step was planned that samples the next token, and verifies ``draft``."""
         self.in_flight += 1
-        self.draft = draft
+        if draft:
+            self.draft = draft
         self._make_places()
         if draft:
             self.ids[self.known : self.known + len(draft)] = draft

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import TYPE_CHECKING
 
 import torch
@@ -143,8 +143,10 @@ class ModelRunner:
             else:
                 sampled = self._sample(self._model.logits(graphs.hidden(packed)), batch, plain, started)
                 self.graph_steps += 1
-        first = accumulate((1 + len(sequence.draft) for sequence in batch.sampling), initial=0)
-        self._previous = {id(sequence): place for sequence, place in zip(batch.sampling, first)}
+        places = (
+            count() if not batch.drafted else accumulate((1 + len(each.draft) for each in batch.sampling), initial=0)
+        )
+        self._previous = dict(zip(map(id, batch.sampling), places))
         return sampled
 
     def _sample(self, logits: torch.Tensor, batch: ScheduledBatch, plain: bool, started: Moment) -> SampledRows:

@@ -12,7 +12,7 @@ How many tokens a step has, who passes whom in the queue, and when a step waits 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,7 +64,7 @@ class Scheduler:
         if not policies.waits_for_burst(self.load, budget):
             self._plan_waiting(spans, budget, left)
         spans.sort(key=lambda span: span.count > 1)
-        return ScheduledBatch(spans)
+        return ScheduledBatch(spans, sum(len(span.sequence.draft) for span in spans) if drafts else 0)
 
     def must_finish_before_next(self, batch: ScheduledBatch) -> bool:
         """Whether this one should have ended before the next is planned."""
@@ -87,25 +87,22 @@ class Scheduler:
         none.
         """
         taken = []
-        rows = iter(sampled)
-        for sequence in batch.sampling:
-            drafted = len(sequence.draft)
-            chosen = list(islice(rows, drafted + 1))
+        for sequence, chosen in zip(batch.sampling, _by_sequence(batch, sampled), strict=True):
+            drafted = len(chosen) > 1
             sequence.in_flight -= 1
             if sequence.finished:
                 if chosen[0][0] == NOT_FINITE:
                     self.blocks.invalidate(sequence.block_keys)
                 continue
             taken.append((sequence, sequence.take(chosen)))
-            if not sequence.finite:
-                self.blocks.invalidate(sequence.block_keys)
-            elif drafted:
+            if drafted and sequence.finite:
                 self.blocks.commit(sequence)
             if sequence.finished:
+                if not sequence.finite:
+                    self.blocks.invalidate(sequence.block_keys)
                 self._remove(sequence)
             elif drafted or sequence.rewinds:
                 self.blocks.shrink(sequence)
-        assert next(rows, None) is None, "tokens of nobody"
         return taken
 
     def record_step_time(self, batch: ScheduledBatch, device_ns: int) -> None:
@@ -258,6 +255,16 @@ class Scheduler:
         self.blocks.release(sequence)
 
 
+def _by_sequence(batch: ScheduledBatch, sampled: SequenceType[SampledToken]) -> Iterator[list[SampledToken]]:
+    if not batch.drafted:
+        yield from map(list, zip(sampled))
+        return
+    rows = iter(sampled)
+    for span in batch.spans:
+        if span.samples:
+            yield list(islice(rows, span.samples))
+
+
 @dataclass(slots=True)  # not frozen: one is made for every token, and that takes three times as long
 class ScheduledSpan:
     """Positions [start, end) of one sequence; the step chooses the tokens after the last ``samples`` of them: none
@@ -275,18 +282,20 @@ class ScheduledSpan:
 
 @dataclass(frozen=True)
 class ScheduledBatch:
-    """The spans of one step, packed one after the other; those of a single token come first."""
+    """The spans of one step, packed one after the other; those of a single token come first. ``drafted``: how many
+    tokens of drafts are among them."""
 
     spans: list[ScheduledSpan]
+    drafted: int = 0
 
     @property
     def tokens(self) -> int:
         return sum(span.count for span in self.spans)
 
-    @cached_property
+    @property
     def rows(self) -> int:
         """Tokens that are chosen."""
-        return sum(span.samples for span in self.spans)
+        return len(self.sampling) + self.drafted
 
     @cached_property
     def sampling(self) -> list[Sequence]:

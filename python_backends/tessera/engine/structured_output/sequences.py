@@ -70,7 +70,7 @@ class ConstrainedSequence(Sequence):
         self._masks = self._matcher.along(draft)
         return draft[: len(self._masks)]
 
-    def take(self, chosen: SequenceType[SampledToken]) -> list[SampledToken]:
+    def take(self, chosen: list[SampledToken]) -> list[SampledToken]:
         taken = super().take(chosen)
         if self.finished:
             return taken
