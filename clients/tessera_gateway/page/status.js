@@ -69,9 +69,9 @@ function card(server) {
     }),
     number("First token", server.first_token_seconds == null ? "–" : `${ms(1000 * server.first_token_seconds)} ms`, { below: "mean since the start" }),
     number("Tokens written", whole(server.generated_tokens), { below: "since the start" }),
-    number("Drafts that were right", share(ratio(drafts.accepted_tokens, drafts.drafted_tokens)), {
+    number("Tokens drafted", whole(drafts.drafted_tokens), {
       share: ratio(drafts.accepted_tokens, drafts.drafted_tokens),
-      below: `${whole(drafts.accepted_tokens)} of ${whole(drafts.drafted_tokens)} drafted tokens`,
+      below: `${whole(drafts.accepted_tokens)} of them were right`,
     }),
   );
   made.append(numbers);
