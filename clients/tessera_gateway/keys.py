@@ -23,6 +23,7 @@ import hashlib
 import hmac
 import math
 import re
+import secrets
 import time
 from bisect import insort
 from collections import Counter, defaultdict
@@ -48,6 +49,8 @@ KEY = "tessera.key"
 NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 BURST_S = 10.0  # of a key's rate may be asked at once
 
+_NAMES = secrets.token_bytes(16)
+
 
 @dataclass(frozen=True)
 class Key:
@@ -61,8 +64,8 @@ class Key:
     @property
     def pool(self) -> str | None:
         """What the servers know this key by, whose answers may be drafts of one another: nobody else has that name,
-        and it tells nothing. None where all are one."""
-        return hashlib.blake2b(self.secret, digest_size=16).hexdigest() if self.secret else None
+        and it tells nothing, not even which key it is of. None where all are one."""
+        return hashlib.blake2b(self.secret, digest_size=16, key=_NAMES).hexdigest() if self.secret else None
 
 
 ANYBODY = Key(b"", "")

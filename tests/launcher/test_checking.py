@@ -161,7 +161,7 @@ def test_what_was_found_good_is_checked_again_when_files_or_settings_change(
 
     monkeypatch.setattr(checking.subprocess, "run", run)
     assert [checking.fault(setup_of(folder)) for _ in range(2)] == [None, None] and len(asked) == 1
-    assert checking.fault(setup_of(folder, "--set", "language_model.threads=2")) is None and len(asked) == 2
+    assert checking.fault(setup_of(folder, "--set", "threads=2")) is None and len(asked) == 2
     (folder / "bad").touch()
     assert [checking.fault(setup_of(folder)) for _ in range(2)] == ["bad", "bad"] and len(asked) == 4
     (folder / "bad").unlink()

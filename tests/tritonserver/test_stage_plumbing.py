@@ -44,18 +44,19 @@ def test_settings_come_from_the_config_and_yield_to_the_environment(tmp_path, mo
     others = ["GPU_MEMORY", "MAX_MODEL_LEN", "LANGUAGE_MODEL_X", "CACHE", "COMMIT", "URL", "HEALTH_URL", "MEMORY"]
     others += ["SERVICE_HOST", "SERVICE_PORT_GRPC", "PORT", "PORT_8001_TCP", "PORT_8001_TCP_ADDR", "REQUIRE_TENSORRT"]
     around = {f"TESSERA_{name}": "1" for name in others} | {"TESSERACT": "x"}
-    own = {"VISION_ENCODER_THREADS": "4", "VISION_ENCODER_VISUAL_INFER_BATCH_SIZE": "8"}
+    own = {"THREADS": "4", "VISION_ENCODER_VISUAL_INFER_BATCH_SIZE": "8"}
     own = {f"TESSERA_{name}": value for name, value in (own | {"CHECKPOINT": str(tmp_path / "other")}).items()}
     for environment, threads, size, folder in ((around, 2, 3, "weights"), (own, 4, 8, "other")):
         stage = settings(tmp_path, environment, **parameters)
         read = stage.read(VisionSettings)
         assert (read.threads, read.infer_batch_size, read.device) == (threads, size, "cpu")
         assert stage.checkpoint == tmp_path / folder
-    cores = min(8, len(os.sched_getaffinity(0)))
-    assert settings(tmp_path, {}).read(VisionSettings) == VisionSettings(threads=cores)
+    assert (read := settings(tmp_path, {}).read(VisionSettings)) == VisionSettings()
+    assert read.forward_threads == min(8, len(os.sched_getaffinity(0)))
     monkeypatch.setattr(StageSettings, "_division", None)
     read = settings(tmp_path, {"TESSERA_DEVICE": "cuda"}).read(VisionSettings)
     assert (read.device, read.runner, read.dtype, read.infer_batch_size) == ("cuda", "graph", "bfloat16", 16)
+    assert read.forward_threads == 1
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ class EngineConfig:
     reuses equal prefixes including pictures, "exclude" stops before the first picture, "off" reuses nothing.
     ``weights``: "random" draws them from ``seed`` instead of reading the checkpoint's. ``quantization``: "checkpoint"
     runs the weights as they are stored, "fp8" quantizes unquantized ones, all but the head's, while they are read (a
-    user says it for both stages at once). ``attention``: a backend's name, or "auto". ``threads``: torch's intra-op
-    threads on the CPU. ``drafts``: the most tokens that are proposed for a sequence and verified in one step; 0 none.
+    user says it for both stages at once). ``attention``: a backend's name, or "auto". ``threads``: torch's own for its
+    operations; 0 is one. ``drafts``: the most tokens that are proposed for a sequence and verified in one step; 0 none.
     """
 
     device: str = "cpu"
@@ -56,7 +56,7 @@ class EngineConfig:
     weights: str = setting("checkpoint", common=True, choices=("checkpoint", "random"))
     quantization: str = setting("checkpoint", common=True, choices=LANGUAGE_QUANTIZATIONS)
     attention: str = setting("auto", settable=False)
-    threads: int = setting(1, least=1)
+    threads: int = setting(0, common=True, least=0)
     drafts: int = setting(0, least=0, most=15)
     seed: int = 0
 
@@ -118,11 +118,12 @@ class VisionSettings:
 
     ``runner``: onnx on the CPU, graph (CUDA graphs) on a GPU, torch as the readable twin of both and for towers that
     these do not take. ``infer_batch_size``: what the pictures of one forward may cost (InternVL: tiles; Qwen2-VL:
-    pictures of 616 x 616 pixels, however these are spread). ``threads`` of a forward on the CPU, where it is most of
-    the work; the other stages have one each. ``quantization``: fp8 has the tower's linear layers quantized when they
-    are loaded (vision/fp8_tower.py), and is refused where that changes the rows too much; checkpoint runs them in FP8
-    if they are stored so. On the CPU a tower in FP8 gives the rows that a GPU would, through the torch runner: no onnx
-    graph holds it, and it is slower. int8 is the onnx runner's (models/internvl/onnx_graph.py), and refused alike.
+    pictures of 616 x 616 pixels, however these are spread). ``threads`` of a forward; 0 is one on a GPU, and on the
+    CPU, where forwards are most of the work, one for each core, up to eight. ``quantization``: fp8 has the tower's
+    linear layers quantized when they are loaded (vision/fp8_tower.py), and is refused where that changes the rows too
+    much; checkpoint runs them in FP8 if they are stored so. On the CPU a tower in FP8 gives the rows that a GPU would,
+    through the torch runner: no onnx graph holds it, and it is slower. int8 is the onnx runner's
+    (models/internvl/onnx_graph.py), and refused alike.
     ``cache_bytes``: for the rows of pictures seen before. ``memory_bytes``: all that the stage holds (vision/memory.py:
     what that is); 0 bounds nothing. ``vision_url``: another server's address, whose vision stage is asked in place of
     an own one (docs/remote_vision.md). ``tile_policy``: preprocess's, which says how large a picture may be that the
@@ -131,7 +132,7 @@ class VisionSettings:
 
     runner: str = setting("onnx", cuda="graph", settable=False, choices=("onnx", "torch", "graph"))
     infer_batch_size: int = setting(4, cuda=16, name="visual_infer_batch_size", least=1)
-    threads: int = setting(1, cpu=min(8, len(os.sched_getaffinity(0))), least=1)
+    threads: int = setting(0, common=True, least=0)
     dtype: str = setting("float32", cuda="bfloat16", common=True, choices=("float32", "bfloat16", "float16"))
     quantization: str = setting("checkpoint", common=True, choices=VISION_QUANTIZATIONS)
     device: str = "cpu"
@@ -152,6 +153,10 @@ class VisionSettings:
             raise ConfigError(f"the graph runner records CUDA graphs; it needs device cuda, not {self.device!r}")
         if self.gpu_pixels and not self.vision_url and not self.device.startswith("cuda"):
             raise ConfigError(f"gpu_pixels has pictures decoded on the GPU; it needs device cuda, not {self.device!r}")
+
+    @property
+    def forward_threads(self) -> int:
+        return self.threads or (min(8, len(os.sched_getaffinity(0))) if self.device == "cpu" else 1)
 
 
 PREPROCESS, VISION, LANGUAGE = "preprocess", "vision_encoder", "language_model"

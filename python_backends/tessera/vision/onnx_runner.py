@@ -51,7 +51,7 @@ class OnnxRunner:
         """Raises CheckpointError."""
         int8 = settings.quantization == "int8"
         graph = _written(config, int8) if settings.random_weights else kept_graph(config, int8)
-        return cls(graph, settings.threads, unfilled_tower(config), int8)
+        return cls(graph, settings.forward_threads, unfilled_tower(config), int8)
 
     def run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
         """float32 rows."""

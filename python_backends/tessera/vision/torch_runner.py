@@ -40,7 +40,7 @@ class TorchRunner:
     def from_checkpoint(cls, config: CheckpointConfig, settings: VisionSettings) -> TorchRunner:
         """The settings' threads are torch's, which holds for the whole process: on a GPU they copy into pinned memory,
         and spin where they find no core. Kernels are measured if the settings' runner is graph, for what has none."""
-        torch.set_num_threads(settings.threads)
+        torch.set_num_threads(settings.forward_threads)
         tower = serving_tower(config, settings)
         if settings.runner != "graph":
             return cls(tower)

@@ -204,7 +204,7 @@ def load_model(checkpoint: CheckpointConfig, config: EngineConfig, headers: bool
     ``headers``: all is checked that the files' headers tell, and nothing else is read: the model has no memory.
     """
     # On a GPU too: copies into pinned memory are shared among torch's threads, which spin where they find no core.
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.threads or 1)
     device = torch.device("meta" if headers else config.device)
     source = (SafetensorsHeaders if headers else SafetensorsFolder)(checkpoint.folder)
     random = config.weights == "random"
