@@ -1,7 +1,8 @@
 """A benchmark's figure as one JSON line, with what is needed to take it again.
 
-A benchmark prints its lines; record.py keeps the newest of each metric in results/metrics.jsonl. The documents' tables
-are generated from that file (report.py).
+A benchmark prints its lines; record.py keeps the newest of each metric in results/metrics.jsonl: a line of what the
+figures of one run have in common (RUN), and behind it a line of each. The documents' tables are generated from that
+file (report.py).
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "loadtest" / "results" / "metrics.jsonl"
+RUN = ("command", "machine", "versions", "commit", "date")
 PACKAGES = (
     "torch",
     "triton",
@@ -56,6 +60,30 @@ def emit(
         **notes,
     }
     print(json.dumps(line), flush=True)
+
+
+def read(file: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """The kept figures by their metrics, each with what its run has in common."""
+    found: dict[str, dict[str, Any]] = {}
+    run: dict[str, Any] = {}
+    for line in file.read_text().splitlines():
+        part = json.loads(line)
+        if "metric" in part:
+            found[part["metric"]] = part | run
+        else:
+            run = part
+    return found
+
+
+def write(figures: Iterable[Mapping[str, Any]], file: Path = RESULTS) -> None:
+    """Keeps these, in the order of their runs' first ones."""
+    runs: dict[str, list[str]] = {}
+    for figure in figures:
+        own = {name: value for name, value in figure.items() if name not in RUN and value is not None}
+        run = json.dumps({name: figure[name] for name in RUN}, separators=(",", ":"))
+        runs.setdefault(run, []).append(json.dumps(own, separators=(",", ":")))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(f"{line}\n" for run, lines in runs.items() for line in (run, *lines)))
 
 
 def rounded(value: float) -> str:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import report
-from figures import RESULTS
+from figures import RESULTS, RUN, read, write
 
-REQUIRED = ("metric", "value", "unit", "command", "machine", "versions", "commit", "date")
+REQUIRED = ("metric", "value", "unit", *RUN)
 
 
-def parse(line: str) -> dict[str, object] | None:
+def parse(line: str) -> dict[str, Any] | None:
     """The figure in a line, or None if the line is something else.
 
     Raises:
@@ -33,18 +34,14 @@ def parse(line: str) -> dict[str, object] | None:
 
 
 def main() -> int:
-    figures = {}
+    figures: dict[str, dict[str, Any]] = {}
     for line in sys.stdin:
         print(line, end="", flush=True)
         if figure := parse(line):
-            figures[figure["metric"]] = json.dumps(
-                {name: given for name, given in figure.items() if given is not None}, separators=(",", ":")
-            )
+            figures[figure["metric"]] = figure
     if figures:
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        kept = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-        lines = [line for line in kept if json.loads(line)["metric"] not in figures]
-        RESULTS.write_text("".join(f"{line}\n" for line in [*lines, *figures.values()]))
+        kept = read(RESULTS) if RESULTS.exists() else {}
+        write([*(figure for name, figure in kept.items() if name not in figures), *figures.values()], RESULTS)
         report.update()
     print(f"{len(figures)} figures are in {RESULTS.name}", file=sys.stderr)
     return 0 if figures else 1

@@ -7,7 +7,6 @@ record.py does it too, after it has kept new ones.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterable
@@ -16,15 +15,9 @@ from typing import Any
 
 import seeds
 from bench import drafts_report, peers_report
-from figures import RESULTS, ROOT, rounded
+from figures import RESULTS, ROOT, read, rounded
 
 BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
-
-
-def newest() -> dict[str, dict[str, Any]]:
-    """The last line of each metric."""
-    figures = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    return {figure["metric"]: figure for figure in figures}
 
 
 def table(figures: Iterable[dict[str, Any]]) -> str:
@@ -52,7 +45,7 @@ def write(file: Path, rows: str, check: bool) -> bool:
 
 def update(check: bool = False) -> bool:
     """Writes all tables; whether any of them changes."""
-    figures, peers = newest(), peers_report.read()
+    figures, peers = read(), peers_report.read()
     pages = {
         "README.md": peers_report.comparison(peers),
         "docs/drafts.md": seeds.tables(figures, drafts_report.GOALS),

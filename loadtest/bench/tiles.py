@@ -153,7 +153,7 @@ def whisker(chart: Chart, across: float, low: float, high: float, colour: str) -
 
 def update(check: bool = False) -> bool:
     """Writes page and plot as recorded, unless they are only to be checked; whether that changes any."""
-    figure = report.newest().get(METRIC)
+    figure = figures.read().get(METRIC)
     drawn = figure and plot(figure, recalls())
     changed = drawn is not None and (not PLOT.exists() or PLOT.read_text() != drawn)
     if drawn is not None and not check:

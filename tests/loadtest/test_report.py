@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 
+import figures
 import pytest
 import record
 import report
@@ -56,7 +57,8 @@ def test_a_figure_takes_the_place_of_the_one_before_and_other_lines_pass(monkeyp
     newer = first | {"value": "y"}
     for figure in (first, other, newer):
         assert recorded(monkeypatch, "python bench.py", json.dumps(figure)) == 0
-    assert [json.loads(line) for line in results[0].read_text().splitlines()] == [other, newer]
+    assert [*figures.read(results[0]).values()] == [other, newer]
+    assert [*map(len, map(json.loads, results[0].read_text().splitlines()))] == [len(figures.RUN), 3, 3]  # of one run
     assert "python bench.py" in capsys.readouterr().out and results[1] == [1, 1, 1]
 
 
