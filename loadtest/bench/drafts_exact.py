@@ -126,12 +126,13 @@ def rooms(counts: Counter[str]) -> Iterator[Case]:
 
 
 def ask_all(addresses: Sequence[str], cases: Sequence[Case], in_flight: int) -> list[Answer]:
-    """Their answers with log probabilities, this many at a time."""
+    """Their answers, this many at a time, with log probabilities unless they say otherwise."""
     with (
         Client(list(addresses), timeout=PATIENCE_S, retry=Retry(attempts=1)) as client,
         ThreadPoolExecutor(in_flight) as pool,
     ):
-        asked = lambda case: client.chat(case.messages, logprobs=0, **{"temperature": 0} | case.options)  # noqa: E731
+        usual = {"temperature": 0, "logprobs": 0}
+        asked = lambda case: client.chat(case.messages, **usual | case.options)  # noqa: E731
         return list(pool.map(asked, cases))
 
 
@@ -202,6 +203,8 @@ def run(options: argparse.Namespace) -> int:
         place = PLACES[name]
         above, below = drafting(options, options.checkpoint or place.checkpoint, place.settings)
         cases = place.cases(options.share, options.pages)
+        if not options.gpus:  # where nothing may differ, half of them need not tell why
+            cases[::2] = [case._replace(options=case.options | {"logprobs": None}) for case in cases[::2]]
         others = [case._replace(options=case.options | {"seed": OTHER_SEEDS + number})
                   for number, case in enumerate(cases) if case.group == "sampled"]  # fmt: skip
         with serve(above) as server:
