@@ -36,7 +36,7 @@ class Marked:
         return ahead[: ahead.index(NONE)] if NONE in ahead else ahead
 
 
-def taken(sequence: Sequence, chosen: SequenceType[SampledToken]) -> list[SampledToken]:
+def taken(sequence: Sequence, chosen: list[SampledToken]) -> list[SampledToken]:
     """As if the model had chosen what is marked as right. It chooses none of the marks itself, as good as ever."""
     right = [place < len(sequence.draft) and sequence.draft[place] == RIGHT for place in range(len(chosen))]
     return take(sequence, [(RIGHT, each[1]) if ours else each for ours, each in zip(right, chosen)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from importlib import import_module
 from math import inf
 from pathlib import Path
 from random import Random
@@ -15,7 +16,11 @@ import pytest
 import seeds
 from bench import drafts, drafts_documents, drafts_exact, drafts_pages, drafts_report
 from bench.drafts_exact import Case, Difference, chi_square, difference
+from engine.engine_fakes import make_request
 
+from tessera.engine.drafts.drafter import Drafting
+from tessera.engine.process import messages
+from tessera.engine.sequence import Sequence
 from tessera.prompt import grammar
 from tessera.prompt.sampling import SamplingParameters
 from tessera.prompt.tokenizer import Tokenizer
@@ -111,6 +116,22 @@ def test_the_marks_of_an_answer_are_one_token_each_for_the_stage() -> None:
     stage = (Path(drafts.__file__).with_name("drafts_stage.py")).read_text()
     ids = Tokenizer.from_folder(drafts.MINERU).encode(" = x - - =", special=False)
     assert ids == [279, 756, 432, 432, 279] and f"MARKS = {ids[0]}, {ids[1]}, {ids[2]}" in stage
+
+
+def test_the_stage_accepts_what_is_marked_as_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "start_process", messages.start_process)
+    monkeypatch.setenv("PYTHONPATH", "")
+    stage = import_module("bench.drafts_stage")
+    marked = stage.Marked([stage.RIGHT, stage.RIGHT, stage.WRONG, stage.NONE, stage.RIGHT])
+    drafting = Drafting([marked], 8004)
+    sequence = Sequence(make_request([1, 2, 3], max_tokens=9), drafting=drafting)
+    for tokens, known in (([7], 1), ([7, 8, 9], 3), ([7], 4), ([7, 8], 6)):
+        sequence.expect(drafting.propose(sequence.outputs, 15).tokens if known > 1 else ())
+        sequence.in_flight, sequence.computed = 0, sequence.length
+        stage.taken(sequence, [(token, None) for token in tokens])
+        assert len(sequence.outputs) == known
+    assert sequence.outputs == [7, stage.RIGHT, 8, 7, stage.RIGHT, 8]
+    assert (drafting.proposed, drafting.accepted) == (3, 2)
 
 
 def test_grammar_forces_all_but_the_choices() -> None:
