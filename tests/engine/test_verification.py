@@ -336,21 +336,26 @@ def test_how_much_is_verified_follows_from_what_rows_cost_and_how_many_were_righ
     assert lengths(load(), [Proposal((), 0.0)], 1, 1, 9) == [0]
 
 
-def test_drafts_that_were_wrong_are_tried_less_and_again_later():
-    drafting = Drafting([Guess([1] * 1000)], VOCABULARY)
-    outputs, shares = [], []
-    assert drafting.expected(0) == Expected(2.0, 1.0)
-    for _ in range(20):
-        shares.append(drafting.propose(outputs, 4).share)
+def test_drafts_that_were_wrong_are_tried_less():
+    drafting, shares = Drafting([Guess([1] * 1000)], VOCABULARY), []
+    for said in range(20):
+        shares.append(drafting.propose([1] * said, 4).share)
         drafting.learn(4, 0)
-        outputs.append(1)
     assert shares[0] == 0.5 and shares == sorted(shares, reverse=True) and shares[-1] < 0.02
-    assert drafting.expected(20).gain < 0.1 and (drafting.proposed, drafting.accepted) == (80, 0)
-    assert drafting.expected(600) == Expected(2.0, 1.0)
-    for _ in range(20):
-        drafting.propose(outputs, 4)
+    assert drafting.expected([1] * 20, 3, 4).gain == 0 and (drafting.proposed, drafting.accepted) == (80, 0)
+    for said in range(20, 40):
+        drafting.propose([1] * said, 4)
         drafting.learn(4, 4)
-    assert drafting.propose(outputs, 4).share > 0.9 and drafting.expected(20).gain > 3
+    assert drafting.propose([1] * 40, 4).share > 0.9 and drafting.expected([1] * 40, 3, 4).gain > 3
+
+
+def test_what_would_have_been_right_is_known_without_verifying_it():
+    good, bad = Drafting([Guess([1] * 99)], VOCABULARY), Drafting([Guess([2] * 99)], VOCABULARY)
+    assert good.expected([], 1, 2) == bad.expected([], 1, 2) == Expected(2, 0.5 * (0.5 + 0.25))
+    for said in range(1, 30):
+        sure, idle = good.expected([1] * said, 1, 2), bad.expected([1] * said, 1, 2)
+    assert sure.gain > 1.9 and idle.gain < 0.01 and good.proposed == bad.proposed == 0
+    assert good.expected([1] * 30, 0, 2).rows == 2 and good.expected([1] * 99, 1, 2) == Expected(0, 0)
 
 
 class Running(Sequence):
@@ -360,9 +365,9 @@ class Running(Sequence):
 def running(plain, drafted=0, constrained=0):
     made = []
     for number in range(plain + drafted + constrained):
-        drafting = Drafting([Guess([])], VOCABULARY) if plain <= number < plain + drafted else None
+        drafting = Drafting([Guess([1] * 99)], VOCABULARY) if plain <= number < plain + drafted else None
         sequence = Running(make_request([1], f"{number}", max_tokens=9), drafting=drafting)
-        sequence.awaits_token = number >= plain + drafted
+        sequence.awaits_token, sequence.in_flight = number >= plain + drafted, 1
         made.append(sequence)
     return made
 
@@ -374,7 +379,8 @@ def running(plain, drafted=0, constrained=0):
         (dict(plain=0, constrained=9), 2e5, True),
         (dict(plain=9, constrained=1), 2e5, False),
         (dict(plain=9, constrained=1), 1e4, True),
-        (dict(plain=0, drafted=9), 5e5, True),  # two tokens a step are expected
+        (dict(plain=0, drafted=9), 2e5, True),  # half a token more a step is expected
+        (dict(plain=0, drafted=9), 6e5, False),
         (dict(plain=9, drafted=1), 2e5, False),
         (dict(plain=0, constrained=9), 3e6, False),
     ],

@@ -7,6 +7,7 @@ and place, so the rows behind a draft that was right so far choose what single s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 
@@ -37,19 +38,16 @@ class Expected(NamedTuple):
     gain: float
 
 
-_TRUST = 2  # drafts' worth of tokens that a prior counts as
-_RECENT = 7 / 8  # what a draft counts as at the next
-# What is expected of the next step moves so fast towards what came of the last one. It begins with a draft of four
-# tokens, and goes back there while tokens are not drafted for: so that is tried again now and then.
-_PACE = 1 / 8
-_FIRST = 4
-_FORGETS_IN = 512  # tokens
+_TRUST = 2  # tokens that a prior counts as
+_RECENT = 7 / 8  # what is known of a drafter counts as, once more is known
+_PACE = 1 / 8  # so fast what is expected moves towards what came of the last draft
 
 
 class Drafting:
     """One sequence's drafters in their order: the first that proposes anything is verified.
 
-    ``proposed`` and ``accepted`` count the tokens that were verified, and those of them that were right.
+    ``proposed`` and ``accepted`` count the tokens that were verified, and those of them that were right. Where none is
+    verified, the first that is proposed is held against the one that comes: so it is known which are worth a wait.
     """
 
     def __init__(self, drafters: Sequence[Drafter], vocab_size: int) -> None:
@@ -59,20 +57,23 @@ class Drafting:
         self._vocab_size = vocab_size
         self._right = [_TRUST * drafter.prior for drafter in drafters]
         self._tried: list[float] = [_TRUST] * len(drafters)
-        self._who = 0  # whose draft is verified
-        prior = max(drafter.prior for drafter in drafters)
-        self._untried = self._lately = Expected(_FIRST * prior, _FIRST * prior**2)
-        self._said = 0
+        self._who = 0  # whose the last proposal was
+        self._lately = Expected(0.0, 0.0)
+        self._guess: tuple[int, int, int] | None = None  # a place in the answer, the token there, and whose guess it is
 
     def propose(self, outputs: Sequence[int], most: int) -> Proposal:
         """What is proposed for the next step of an answer so far, maybe nothing."""
-        self._lately, self._said = self.expected(len(outputs)), len(outputs)
+        if self._guess is not None and self._guess[0] < len(outputs):
+            place, token, who = self._guess
+            self._guess = None
+            self._count(who, int(outputs[place] == token), int(outputs[place] != token))
         for who, drafter in enumerate(self._drafters):
             tokens = drafter.propose(outputs, most)
-            known = next((at for at, token in enumerate(tokens) if not 0 <= token < self._vocab_size), len(tokens))
-            if known:
+            if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
+                tokens = list(takewhile(lambda token: 0 <= token < self._vocab_size, tokens))
+            if tokens:
                 self._who = who
-                return Proposal(tokens[:known], self._right[who] / self._tried[who])
+                return Proposal(tokens, self._right[who] / self._tried[who])
         return Proposal((), 0.0)
 
     def learn(self, proposed: int, accepted: int) -> None:
@@ -82,11 +83,21 @@ class Drafting:
         if proposed:
             self.proposed += proposed
             self.accepted += accepted
-            self._right[self._who] = self._right[self._who] * _RECENT + accepted
-            self._tried[self._who] = self._tried[self._who] * _RECENT + accepted + (accepted < proposed)
+            self._count(self._who, accepted, int(accepted < proposed))
 
-    def expected(self, said: int) -> Expected:
-        """What the step after so many tokens of the answer may verify, if it knows the last of them."""
-        forgotten = min(1.0, (said - self._said) / _FORGETS_IN)
-        (rows, gain), (rows_first, gain_first) = self._lately, self._untried
-        return Expected(rows + (rows_first - rows) * forgotten, gain + (gain_first - gain) * forgotten)
+    def expected(self, outputs: Sequence[int], unknown: int, most: int) -> Expected:
+        """What a step may verify that knows the ``unknown`` tokens that are yet to follow ``outputs``; more than one
+        are those of a draft."""
+        if unknown > 1:
+            return self._lately
+        tokens, share = self.propose(outputs, most + unknown)
+        if not tokens:
+            return Expected(0.0, 0.0)
+        if unknown:
+            self._guess = len(outputs), tokens[0], self._who
+        rows = len(tokens) - unknown
+        return Expected(rows, share**unknown * sum(share**place for place in range(1, rows + 1)))
+
+    def _count(self, who: int, right: int, wrong: int) -> None:
+        self._right[who] = self._right[who] * _RECENT + right
+        self._tried[who] = self._tried[who] * _RECENT + right + wrong

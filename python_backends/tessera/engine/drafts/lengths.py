@@ -43,7 +43,10 @@ def tokens_should_be_known(load: Load, prompts: int) -> bool:
     ahead = known = 0.0  # tokens
     rows_ahead = rows_known = float(prompts)
     for sequence in load.running:
-        rows, gain = (0.0, 0.0) if sequence.drafting is None else sequence.drafting.expected(len(sequence.outputs))
+        rows = gain = 0.0
+        if sequence.drafting is not None and (sequence.outputs or sequence.in_flight):
+            unknown = sequence.in_flight + len(sequence.draft)
+            rows, gain = sequence.drafting.expected(sequence.outputs, unknown, load.drafts)
         known += 1 + gain
         rows_known += 1 + rows
         # One that waits for its token may be drafted for in its turn, any other one not.

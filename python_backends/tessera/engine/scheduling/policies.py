@@ -115,6 +115,7 @@ class Load:
         self.max_sequences = max_sequences
         self.drafts, self.max_rows = drafts, max_rows
         self.host_ns = 0.0  # between two steps, where the second is planned once the tokens of the first are known
+        self._host_ns: deque[int] = deque(maxlen=_RECENT)
         self.rules = rules
         self.costs = costs or CostModel()
         self.waiting: deque[Sequence] = deque()
@@ -128,9 +129,13 @@ class Load:
         self._short_share: dict[int, float] = {}
 
     def record_host_time(self, known: bool, ns: int) -> None:
-        """Taking a step's tokens and planning the next took this long. It counts where those tokens were
-        ``known`` by then; else what is known is slowly forgotten, as others may run meanwhile."""
-        self.host_ns += (ns - self.host_ns) / _RECENT if known else -self.host_ns / _FORGOTTEN
+        """Taking a step's tokens and planning the next took this long. Where those tokens were ``known`` by then, the
+        shortest of the recent times counts; else it is slowly forgotten, as others may run meanwhile."""
+        if known:
+            self._host_ns.append(ns)
+            self.host_ns = min(self._host_ns)
+        else:
+            self.host_ns -= self.host_ns / _FORGOTTEN
 
     def record_arrival(self, priority: int, arrival_ns: int) -> None:
         self.expected.saw(priority, arrival_ns)
