@@ -128,7 +128,7 @@ def check_inputs(
 
 
 def encoded(folder: Path, prepared: Prepared, runner: str = "torch") -> torch.Tensor:
-    encoder = VisionEncoder.from_checkpoint(folder, VisionSettings(runner=runner))
+    encoder = VisionEncoder.from_checkpoint(folder, VisionSettings(runner, threads=1))
     return encoder.encode([VisionItem(prepared.pixels, prepared.plan, prepared.digest)])[0]
 
 
