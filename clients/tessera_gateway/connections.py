@@ -222,8 +222,10 @@ class Connection(HttpToolsProtocol):
         if self._refused or len(self.pipeline) >= PIPELINED:
             words = f"more than {PIPELINED} requests wait on this connection"
             self._stop(ApiError(429, words, code="too_many_requests", headers=RETRY_AFTER))
-        before = self.cycle
+        before, paused = self.cycle, self.flow.read_paused
         super().on_headers_complete()
+        if not paused:  # as it is for a request that has to wait: then nobody would notice that the client has left
+            self.flow.resume_reading()
         self._in_head, self._heads, self._frames = False, 1, 1
         self._deadline = self.loop.time() + PART_S
         if self.cycle is not before:

@@ -80,7 +80,7 @@ class Served:
     """A gateway behind a port."""
 
     def __init__(self, asked: Asked, address: str) -> None:
-        self.address, self.counted = address, asked.app.state.counters.total
+        self.asked, self.address, self.counted = asked, address, asked.app.state.counters.total
         self.lines: list[Line] = []
 
     def line(self, source: str = "127.0.0.1") -> Line:
@@ -278,6 +278,19 @@ def test_a_client_that_leaves_takes_all_its_requests_along() -> None:
         line = served.line()
         line.send(SIZED, BODY, SIZED, BODY)
         assert served.settles("requests_under_way", 1)
+        line.close()
+        assert served.settles("requests_under_way", 0)
+
+
+def test_a_client_that_leaves_is_missed_though_another_request_of_it_waits() -> None:
+    """One that came when the first had been heard whole, and its client was listened to alone."""
+    with serving([Hang()], [Hang()]) as served:
+        line = served.line()
+        line.send(SIZED, BODY)
+        until(lambda: served.asked.fake.requests)
+        held = served.counted("body_bytes_held")
+        line.send(SIZED, BODY)
+        assert served.settles("body_bytes_held", held + len(BODY))
         line.close()
         assert served.settles("requests_under_way", 0)
 
