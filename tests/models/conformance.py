@@ -128,7 +128,7 @@ def check_inputs(
 
 
 def encoded(folder: Path, prepared: Prepared, runner: str = "torch") -> torch.Tensor:
-    encoder = VisionEncoder.from_checkpoint(folder, VisionSettings(runner, threads=1))
+    encoder = VisionEncoder.from_checkpoint(folder, VisionSettings(runner))
     return encoder.encode([VisionItem(prepared.pixels, prepared.plan, prepared.digest)])[0]
 
 
@@ -228,16 +228,17 @@ def check_strict_weights(folder: Path) -> None:
 
 @torch.inference_mode()
 def check_batches(folder: Path, prepared: Sequence[Prepared]) -> None:
-    """The rows of pictures together, and by the forwards that graphs record, are those of each alone, within 1e-5."""
+    """The rows of pictures together, and by the forwards that graphs record, are those of each alone, within 1e-5, and
+    of large values eight last bits: several threads add in another order where there are more rows."""
     config = read_config(folder)
     tower, family = load_tower(config), family_for(config)
     pixels = [torch.from_numpy(one.pixels.reshape(-1, *family.unit_shape)) for one in prepared]
     wires = [() if tower.splits else [plan.wire for plan in one.plans] for one in prepared]
     alone = torch.cat([tower(*arguments) for arguments in zip(pixels, wires, strict=True)])
     together = torch.cat(pixels), [wire for some in wires for wire in some]
-    torch.testing.assert_close(tower(*together), alone, atol=1e-5, rtol=0)
+    torch.testing.assert_close(tower(*together), alone, atol=1e-5, rtol=1e-6)
     if tower.splits:  # no graph is recorded of others for any size but by the tower itself
-        torch.testing.assert_close(GraphRunner(tower, [1, 2]).run(*together), alone, atol=1e-5, rtol=0)
+        torch.testing.assert_close(GraphRunner(tower, [1, 2]).run(*together), alone, atol=1e-5, rtol=1e-6)
 
 
 def check_memory(
