@@ -2,7 +2,9 @@
 
 The question says how to behave: ``slow ...`` takes 0.1 s a word, ``fail CODE words`` ends with that error. The last
 word of an answer is a JSON object that tells what arrived, and at which GPU's server. Control requests are noted in
-``cancelled.txt`` of the repository (``cancelled0.txt`` at the server of GPU 0). Runs inside the server only.
+``cancelled.txt`` of the repository (``cancelled0.txt`` at the server of GPU 0); leases are held until then. (Were they
+refused, tritonserver 2.51 would abort now and then, as a refusal met an answer on one stream.) Runs inside the server
+only.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from typing import Any
 
 import numpy as np
 
-FIELDS = ("text_input", "messages", "image", "sampling_parameters", "stream", "exclude_input_in_output", "CANCEL")
+FIELDS = (
+    *("text_input", "messages", "image", "sampling_parameters", "stream", "exclude_input_in_output"),
+    *("CANCEL", "LEASE"),
+)
 
 
 def config(name: str) -> str:
@@ -44,6 +49,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         self.decoupled = args["model_name"] != "vlm_unary"
         self.gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        self.leases: dict[str, Any] = {}
         self.notes = Path(args["model_repository"]).parent / f"cancelled{self.gpu}.txt"
 
     def execute(self, requests: list[Any]) -> None:
@@ -54,9 +60,16 @@ class TritonPythonModel:
             got = {}
             for tensor in request.inputs():
                 got[tensor.name()] = tensor.as_numpy()
+            if "LEASE" in got:
+                self.leases[got["LEASE"][0].decode()] = sender
+                continue
             if "CANCEL" in got:
-                with open(self.notes, "a") as file:
-                    file.write(got["CANCEL"][0].decode() + "\n")
+                name = got["CANCEL"][0].decode()
+                if (lease := self.leases.pop(name, None)) is not None:
+                    lease.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+                else:
+                    with open(self.notes, "a") as file:
+                        file.write(name + "\n")
                 sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
                 continue
             about = {"id": request.request_id(), "timeout": request.timeout(), "gpu": self.gpu}
