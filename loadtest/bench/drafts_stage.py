@@ -37,7 +37,7 @@ class Marked:
 
 
 def taken(sequence: Sequence, chosen: list[SampledToken]) -> list[SampledToken]:
-    """As if the model had chosen what is marked as right. It chooses none of the marks itself, as good as ever."""
+    """As if the model had chosen what is marked as right. By itself it hardly ever chooses one of the marks."""
     right = [place < len(sequence.draft) and sequence.draft[place] == RIGHT for place in range(len(chosen))]
     return take(sequence, [(RIGHT, each[1]) if ours else each for ours, each in zip(right, chosen)])
 

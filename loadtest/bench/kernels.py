@@ -2,7 +2,7 @@
 
 Prints the copy speed first (the ceiling), then a row for each kernel, shape and number of rows: microseconds of the
 kernel and of torch's way, GB/s over the fewest bytes that must move, and the error against the torch twin on poisoned
-memory. Ways take turns, each in a CUDA graph over more copies of its weights than any cache holds.
+memory. Ways take turns, each in a CUDA graph over more copies of its weights than any cache holds. $OUT, a folder, gets every row.
 
     elementwise    norm, activation, rotary embedding with the write to the cache, the likeliest of logits
     skinny         products of few rows in bfloat16, and the gate-up product with its activation (`gate_up*`)
@@ -11,8 +11,6 @@ memory. Ways take turns, each in a CUDA graph over more copies of its weights th
     experts        a layer's routing and products, of Qwen3-30B-A3B's shape, beside torch's grouped ones in bfloat16
     decode         attention of one token each, by batch and context, from caches whose blocks lie in random order
     prefill        attention of many, beside torch's own on contiguous keys; TFLOP/s over what the causal mask leaves
-
-$OUT, a folder, gets every row.
 
     python loadtest/bench kernels --only elementwise skinny
 """
@@ -157,8 +155,8 @@ def elementwise() -> Iterator[Case]:
         logits = normal(n, HEAD[0])
         with poisoned():
             wrong = float((likeliest(logits) != reference.likeliest(logits)).sum())
-        ways = {"torch": partial(reference.likeliest, logits), "ours": partial(likeliest, logits)}
-        calls = {way: [call] * LAUNCHES for way, call in ways.items()}
+        ways = {"torch": reference.likeliest, "ours": likeliest}
+        calls = {name: [partial(way, logits)] * LAUNCHES for name, way in ways.items()}
         yield Case("likeliest", "", n, calls, logits.nbytes, wrong)
 
 

@@ -184,7 +184,7 @@ class Sequence:
         """The tokens that may come next, uint8 [ceil(vocabulary / 8)] with the lowest bit first, or the only one; None:
         any.
 
-        ``drafted``: behind so many tokens of the draft.
+        ``drafted``: behind this many tokens of the draft.
         """
         return None
 

@@ -1,7 +1,7 @@
 """Penalties on what a sequence has said, and n-grams that it may not say twice: a launch or two in place of thirty.
 
-The step's greedy token is found by the host's time, not the GPU's: torch's own kernels for it are small, and launching
-one takes tens of microseconds on some hosts.
+With few sequences a penalized step takes as long as the host needs to launch it, not as the GPU needs to run it: a
+launch takes tens of microseconds on some hosts.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Drafting:
         return Proposal((), 0.0)
 
     def learn(self, proposed: int, accepted: int) -> None:
-        """What came of the last proposal, of which so many tokens were verified."""
+        """What came of the last proposal: how many of its tokens were verified, and how many of these were right."""
         rows, gain = self._lately
         self._lately = Expected(rows + (proposed - rows) * _PACE, gain + (accepted - gain) * _PACE)
         if proposed:

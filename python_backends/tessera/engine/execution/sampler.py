@@ -36,7 +36,7 @@ class SamplingRow(NamedTuple):
 
     @classmethod
     def of(cls, sequence: Sequence, drafted: int = 0) -> SamplingRow:
-        """The row of a sequence's token that is in flight, or of that behind so many tokens of its draft; while it is
+        """The row of a sequence's token that is in flight, or of that behind this many tokens of its draft; while it is
         short of min_tokens it may not stop."""
         parameters = sequence.request.sampling
         place, mask = sequence.place + drafted, sequence.mask(drafted)  # which knows of min_tokens
