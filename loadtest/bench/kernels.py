@@ -2,7 +2,7 @@
 
 Prints the copy speed first (the ceiling), then a row for each kernel, shape and number of rows: microseconds of the
 kernel and of torch's way, GB/s over the fewest bytes that must move, and the error against the torch twin on poisoned
-memory. Ways take turns, each in a CUDA graph over more copies of its weights than any cache holds. $OUT, a folder, gets every row.
+memory. Ways take turns, each in a CUDA graph over more copies of its weights than a cache holds. $OUT gets all rows.
 
     elementwise    norm, activation, rotary embedding with the write to the cache, the likeliest of logits
     skinny         products of few rows in bfloat16, and the gate-up product with its activation (`gate_up*`)
