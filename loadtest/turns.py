@@ -119,14 +119,20 @@ class Comparison:
 
 def compare(compared: Mapping[str, Comparison], seconds: float, goal: float = GOAL) -> None:
     """Turns, until each ratio is known to its goal: first all that is below, then all that is above. In each turn a
-    comparison has new pictures, the same for both its ways. What has its goal leaves; after ``seconds`` no turn begins,
-    but two are the least that has an interval."""
+    comparison has new pictures, the same for both its ways; a way that it shares with one before it is asked once, with
+    that one's. What has its goal leaves; after ``seconds`` no turn begins, but two are the least that has an interval.
+    """
     began, left = time.monotonic(), dict(compared)
     for turn in count(1):
-        seeds = {name: random.randrange(1 << 30) for name in left}
-        below = {name: each.below(seeds[name]) for name, each in left.items()}
-        for name, each in left.items():
-            each.turns.append((below[name], each.above(seeds[name])))
+        seeds: dict[Callable[[int], Any], int] = {}
+        for each in left.values():
+            known = [seeds[way] for way in (each.above, each.below) if way in seeds]
+            seed = known[0] if known else random.randrange(1 << 30)
+            seeds = {each.above: seed, each.below: seed} | seeds
+        ways = dict.fromkeys([*(each.below for each in left.values()), *(each.above for each in left.values())])
+        told = {way: way(seeds[way]) for way in ways}
+        for each in left.values():
+            each.turns.append((told[each.below], told[each.above]))
         late = time.monotonic() - began > seconds
         for name, each in list(left.items()) if turn > 1 else ():
             done = turn >= LEAST and each.ratio.share <= goal

@@ -7,14 +7,14 @@ compared by the median answer's time, and with as many as a rung can use, compar
 default model's, on the yes/no questions of the held-out set, by the same server and request options.
 
 A rung is measured against the one below it in turns, until the 95 % interval of their ratio is at most 2 % either way,
-or the pair's --seconds are over. Both servers of a pair are up, each with --share of the GPU's memory, and one is asked
-at a time; both get the same pictures in a turn (where one server is both, other ones: it would know them). An idle
-server of ours launches nothing: its engine and its stages wait for work, and the launcher's pings, every five seconds,
-are no work. So the GPU has no reason to switch to it. MPS is no matter of the machine here: each server with MPS has a
-daemon of its own, and those of the rungs below use none, so that the pair of that rung is two servers as any other.
-Where two servers or two daemons do not go together, --alone starts each for its turn by itself (each turn then takes
-two starts). That a neighbour costs nothing can be seen in the table: each rung is measured beside two of them. Pairs go
-from the top down, for the server in 4 bits keeps a second copy of its weights only while half of the card is free.
+or the --seconds are over. Up are --together servers of neighbouring rungs, each with --share of the GPU's memory, and
+one is asked at a time: in a turn each answers once, for the rung below it and the one above it. Where they are asked
+the same, they get the same pictures. An idle server of ours launches nothing: its engine and its stages wait for work,
+and the launcher's pings, every five seconds, are no work. So the GPU has no reason to switch to it. MPS is no matter of
+the machine here: each server with MPS has a daemon of its own, and those of the rungs below use none. Where two servers
+or two daemons do not go together, --together 1 starts each for its turn by itself (each turn then takes two starts).
+The rungs go from the top down, for the server in 4 bits keeps a second copy of its weights only while half of the card
+is free.
 
 In three parts, each by itself if need be, all of them into --results:
 
@@ -22,22 +22,24 @@ In three parts, each by itself if need be, all of them into --results:
     python loadtest/bench ladder --parts recall --gpus ""      on a CPU, without what concerns a GPU only
     python loadtest/bench ladder --parts report                docs/ladder.md, and the figures `ladder.*`
 
-A pair that fails is told at the end and does not stop the others. On an H200 a server starts in 10 to 20 s, and a turn
-of all that a pair is asked takes 10 to 25 s. How long all can take is said first; --rungs, --jobs and --flights cut it
-into pieces. The load is this process, which asks 1,400 questions a second of a server that does nothing.
+What fails is told at the end and does not stop the others. On an H200 a server starts in 10 to 20 s, and a turn of
+three takes 20 to 45 s. How long all can take is said first; --rungs, --jobs and --flights cut it into pieces. The load
+is this process, which asks 1,400 questions a second of a server that does nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import random
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -78,13 +80,15 @@ from tessera_evaluation.datasets import Item, heldout_items
 
 LOOP_S = 3600.0
 """The most that the loop of transformers may take for its recall."""
-START_S, TURN_S = 20.0, 25.0
+START_S, TURN_S = 20.0, 45.0
 """What a server's start, and the longest turn, take on a GPU."""
 PARTS = ("speed", "recall", "report")
 ENDS = "ends"
 BATCHES = (1, 2, 4, 8, 16, 32)
 ANSWER_TOKENS = 16  # more than yes or no has
 RECALL_IN_FLIGHT = 16
+LEAST_ANSWERS = 24
+"""Of a turn, where five rounds of what is in flight are fewer."""
 
 
 def add(file: Path, **line: Any) -> None:
@@ -112,8 +116,8 @@ def server_of(name: str) -> str:
 
 
 class Sides:
-    """The two sides of a pair, each started when its turn first comes: a rung's server, or the loop of transformers.
-    What is not of the pair ends before, and with ``--alone`` the other side too."""
+    """The servers of neighbouring rungs and the loop of transformers, each started when its turn first comes. What is
+    not wanted beside it ends before."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -121,9 +125,9 @@ class Sides:
         self._known: dict[tuple[str, str], int] = {}
         self._batch = 0
 
-    def reach(self, name: str, pair: tuple[str, str]) -> Any:
-        """The running server of a rung, or the loop's turns."""
-        for other in [each for each in self._up if each not in pair or (self._options.alone and each != name)]:
+    def reach(self, name: str, wanted: Collection[str]) -> Any:
+        """The running server of a rung, or the loop's turns. ``wanted``: what may be up beside it."""
+        for other in [each for each in self._up if each != name and each not in wanted]:
             self._known = {place: tokens for place, tokens in self._known.items() if place[0] != other}
             self._up.pop(other)[0].close()
         if name not in self._up:
@@ -145,17 +149,18 @@ class Sides:
             self._up.clear()
             self._known.clear()
 
-    def ask(self, name: str, pair: Pair, job: Workload, shift: int, seed: int) -> Turn:
-        """A turn of one of the pair. ``shift``: to other pictures than the other side has."""
+    def ask(self, name: str, wanted: Collection[str], job: Workload, seed: int) -> Turn:
+        """A turn of a rung. Two jobs never have the same pictures, for they may be one server's."""
         gpus = self._options.gpus
         if name == TRANSFORMERS:
-            loop = self.reach(name, pair.servers)
+            loop = self.reach(name, wanted)
             return loop(1 if job.concurrency == 1 else self._best(loop), seed, gpus)
         own = server_of(name)
-        server, place = self.reach(own, pair.servers), (own, str(job))
+        server, place = self.reach(own, wanted), (own, str(job))
         if place not in self._known:
             self._known[place] = first_answers(server.grpc, job).prompt_tokens
-        run, power, notes, _ = take(TesseraAsker(server.grpc, job, seed + shift), 0, gpus, server.metrics)
+        asker = TesseraAsker(server.grpc, job, seed ^ zlib.crc32(str(job).encode()))
+        run, power, notes, _ = take(asker, 0, gpus, server.metrics, LEAST_ANSWERS)
         if gpus:
             check(name, notes)
         return Turn(run.requests_s, run.p50, self._known[place], job.concurrency, power and power.watts)
@@ -200,23 +205,26 @@ def check(name: str, notes: Mapping[str, Any]) -> None:
 
 
 def measure_speed(group: list[Pair], sides: Sides, options: argparse.Namespace) -> None:
-    """Pairs of the same two servers: each turn asks all of them, so that a server is started as seldom as can be."""
-    above, below = group[0].servers
-    if not options.alone:
-        sides.reach(above, (above, below))  # first, while half of the card is free
+    """Pairs of a few servers: each turn asks all of them, each for all that it is in."""
+    wanted = servers(group) if options.together > 1 else []
+    for name in wanted:
+        sides.reach(name, wanted)  # from the top down, while half of the card is free
+    ways: dict[tuple[str, str], partial[Turn]] = {}
+
+    def way(pair: Pair, name: str, flight: str) -> partial[Turn]:
+        job = pair.job(name)
+        job = replace(job, concurrency=1 if flight == "one" else options.in_flight or job.concurrency)
+        return ways.setdefault((name, str(job)), partial(sides.ask, name, wanted, job))
+
     cells = [(pair, flight) for pair in group for flight in options.flights]
     compared = {}
     for pair, flight in cells:
-        asks = []
-        for name in (pair.rung, pair.below):
-            job = pair.job(name)
-            job = replace(job, concurrency=1 if flight == "one" else options.in_flight or job.concurrency)
-            asks.append(partial(sides.ask, name, pair, job, len(asks) * (above == below)))
-        compared[f"{pair.rung} {pair.kind} {flight}"] = turns.Comparison(*asks, WORTH[flight])
+        both = (way(pair, name, flight) for name in (pair.rung, pair.below))
+        compared[f"{pair.rung} over {pair.below}, {pair.kind}, {flight}"] = turns.Comparison(*both, WORTH[flight])
     try:
         turns.compare(compared, options.seconds)
     except Exception:
-        sides.close()  # a server that failed is not the next pair's
+        sides.close()  # a server that failed is not the next ones'
         raise
     for cell, each in zip(cells, compared.values()):
         add(options.results, **line(*cell, each))
@@ -249,13 +257,20 @@ def line(pair: Pair, flight: str, compared: turns.Comparison) -> dict[str, Any]:
     }
 
 
-def groups(options: argparse.Namespace) -> dict[tuple[str, str], list[Pair]]:
-    """The pairs that are wanted, by their servers, from the top down."""
-    found: dict[tuple[str, str], list[Pair]] = {}
+def groups(options: argparse.Namespace) -> list[list[Pair]]:
+    """The pairs that are wanted, from the top down: as many together as there may be servers up, two at least."""
+    found: list[list[Pair]] = []
     for pair in reversed(pairs()):
         if (ENDS if pair.ends else pair.rung) in options.rungs and pair.kind in options.jobs:
-            found.setdefault(pair.servers, []).append(pair)
+            if not found or len(servers([*found[-1], pair])) > max(2, options.together):
+                found.append([])
+            found[-1].append(pair)
     return found
+
+
+def servers(group: list[Pair]) -> list[str]:
+    """Of these pairs, each once, from the top down."""
+    return list(dict.fromkeys(name for pair in group for name in pair.servers))
 
 
 def loop_recall(options: argparse.Namespace, items: list[Item]) -> None:
@@ -325,12 +340,12 @@ def climb(options: argparse.Namespace) -> list[str]:
 
     if "speed" in options.parts:
         wanted, sides = groups(options), Sides(options)
-        count = len({name for pair in wanted for name in pair})
+        count = sum(name not in last for last, own in itertools.pairwise([[], *map(servers, wanted)]) for name in own)
         most = (count * START_S + len(wanted) * (options.seconds + TURN_S)) / 60
-        say(f"{len(wanted)} pairs of servers, {count} starts: {most:.0f} minutes on a GPU if none is done sooner")
+        say(f"{len(wanted)} times a few servers, {count} starts: {most:.0f} minutes on a GPU if none is done sooner")
         try:
-            for (above, below), group in wanted.items():
-                attempt(f"{above} over {below}", measure_speed, group, sides, options)
+            for group in wanted:
+                attempt(", ".join(servers(group)), measure_speed, group, sides, options)
         finally:
             sides.close()
     if "recall" in options.parts:
@@ -355,9 +370,9 @@ def main() -> int:
     parser.add_argument("--rungs", nargs="+", choices=rungs, default=list(rungs), help=of_rungs)
     parser.add_argument("--jobs", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--flights", nargs="+", choices=FLIGHTS, default=list(FLIGHTS), help="requests in flight")
-    parser.add_argument("--seconds", type=float, default=140.0, help="after which a pair of servers begins no turn")
-    parser.add_argument("--alone", action="store_true", help="never two servers at once")
-    parser.add_argument("--share", type=float, default=0.45, help="of the GPU's memory for each server")
+    parser.add_argument("--seconds", type=float, default=240.0, help="after which those that are up begin no turn")
+    parser.add_argument("--together", type=int, default=3, metavar="N", help="servers that are up at once")
+    parser.add_argument("--share", type=float, default=0.3, help="of the GPU's memory for each server")
     parser.add_argument("--results", type=Path, default=ladder_report.RESULTS, metavar="FILE.jsonl")
     parser.add_argument("--gpus", default="0", help="the GPU's number; empty for the CPU, whose figures are `trial.*`")
     parser.add_argument("--checkpoint", type=Path, help="of the speed; default: InternVL3-8B's shape, random weights")

@@ -56,13 +56,16 @@ def test_every_rung_has_a_pair_for_each_job_and_the_steps_lead_from_the_foot_to_
     assert [pair.rung for pair in ladder_rungs.pairs() if pair.ends] == [NAMES[-1]] * 2
 
 
-def test_pairs_go_down_so_that_each_server_starts_once_but_for_the_loop():
-    wanted = bench_ladder.groups(Namespace(rungs=(*NAMES, "ends"), jobs=ladder_rungs.KINDS))
-    started = [
-        name for last, pair in itertools.pairwise([(), *wanted]) for name in dict.fromkeys(pair) if name not in last
-    ]
-    own = [name for name in reversed(NAMES) if name not in ("labels", "tile_policy")]  # which are asked of others'
-    assert started == [own[0], "transformers", *own[1:], "transformers"]
+def test_rungs_go_down_so_that_each_server_starts_once_but_for_the_loop():
+    for together in (1, 2, 3, 5):
+        options = Namespace(rungs=(*NAMES, "ends"), jobs=ladder_rungs.KINDS, together=together)
+        groups = bench_ladder.groups(options)
+        assert [pair for group in groups for pair in group] == ladder_rungs.pairs()[::-1]
+        up = [bench_ladder.servers(group) for group in groups]
+        assert max(map(len, up)) == max(2, together)
+        started = [name for last, own in itertools.pairwise([[], *up]) for name in own if name not in last]
+        own = [name for name in reversed(NAMES) if name not in ("labels", "tile_policy")]  # which are asked of others'
+        assert started == [own[0], "transformers", *own[1:], "transformers"]
 
 
 def test_both_sides_of_a_pair_are_asked_the_same_job_or_the_rung_is_in_the_job():
@@ -73,11 +76,11 @@ def test_both_sides_of_a_pair_are_asked_the_same_job_or_the_rung_is_in_the_job()
 
 
 @pytest.mark.parametrize(
-    ("alone", "happened"),
-    [(False, "+c +b -c +a -a -b"), (True, "+c -c +b -b +c -c +b -b +a -a")],
+    ("beside", "happened"),
+    [(True, "+c +b -c +a -a -b"), (False, "+c -c +b -b +c -c +b -b +a -a")],
 )
-def test_two_servers_at_most_are_up_and_one_stays_for_the_next_pair(
-    alone: bool, happened: str, monkeypatch: pytest.MonkeyPatch
+def test_what_is_wanted_stays_and_the_rest_ends_before_the_next_starts(
+    beside: bool, happened: str, monkeypatch: pytest.MonkeyPatch
 ):
     log: list[str] = []
 
@@ -88,10 +91,10 @@ def test_two_servers_at_most_are_up_and_one_stays_for_the_next_pair(
         log.append(f"-{name}")
 
     monkeypatch.setattr(bench_ladder.Sides, "_start", start)
-    sides = bench_ladder.Sides(Namespace(alone=alone))
+    sides = bench_ladder.Sides(Namespace())
     for pair in (("c", "b"), ("c", "b"), ("b", "a")):
         for name in pair:
-            assert sides.reach(name, pair) == name
+            assert sides.reach(name, pair if beside else ()) == name
     sides.close()
     assert " ".join(log) == happened
 

@@ -58,3 +58,16 @@ def test_comparisons_take_turns_and_leave_at_their_goal():
     steady.turns.clear()
     turns.compare({"steady": steady}, seconds=60.0)
     assert len(steady.turns) == turns.LEAST and steady.ratio == Ratio(2.0, 0.0)
+
+
+def test_a_way_that_comparisons_share_is_asked_once_a_turn_with_the_same_pictures():
+    asked: list[tuple[str, int]] = []
+
+    def way(name: str, told: float):
+        return lambda seed: asked.append((name, seed)) or told
+
+    a, b, c, d = way("a", 1.0), way("b", 2.0), way("c", 6.0), way("d", 12.0)
+    compared = {"d": Comparison(d, c, float), "b": Comparison(b, a, float), "c": Comparison(c, b, float)}
+    turns.compare(compared, seconds=0.0)
+    assert [name for name, _ in asked] == ["c", "a", "b", "d"] * 2
+    assert {name: each.ratio.value for name, each in compared.items()} == pytest.approx({"d": 2, "b": 2, "c": 3})
