@@ -3,8 +3,9 @@
 The job is W2's: distinct pictures of 480x320, at most 12 tiles, 1,852 prompt tokens, 4 tokens of answer, on
 InternVL3-8B's shape with random weights. At "equal" tokens it is that; from the rung of the tile policy on it is also
 asked by "policy", which gives fewer tokens; the prefix cache is asked W6 as well. Each kind with one request in flight,
-compared by the median answer's time, and with as many as a rung can use, compared by requests a second. Recall is the
-default model's, on the yes/no questions of the held-out set, by the same server and request options.
+compared by the median answer's time, and with as many as a rung can use, compared by requests a second of the whole
+turn: a step answers many at once, so a steady part's rate, which depends on where that is cut, differs by 5 % from
+turn to turn. Recall is the default model's, on the yes/no questions of the held-out set, by the same server.
 
 A rung is measured against the one below it in turns, until the 95 % interval of their ratio is at most 2 % either way,
 or the --seconds are over. Up are --together servers of neighbouring rungs, each with --share of the GPU's memory, and
@@ -163,7 +164,7 @@ class Sides:
         run, power, notes, _ = take(asker, 0, gpus, server.metrics, LEAST_ANSWERS)
         if gpus:
             check(name, notes)
-        return Turn(run.requests_s, run.p50, self._known[place], job.concurrency, power and power.watts)
+        return Turn(run.whole_requests_s, run.p50, self._known[place], job.concurrency, power and power.watts)
 
     def _best(self, loop: Callable[..., Turn]) -> int:
         """The loop's fastest batch."""

@@ -210,7 +210,7 @@ def gives_nothing(pair: Pair, flight: str, ladder: Ladder) -> str:
     if ratio is None or ratio.sure:
         return ""
     rung, words = RUNGS[pair.rung], {"many": "many in flight", "one": "one in flight"}
-    why = f": {rung.nothing}" if rung.nothing else ""
+    why = f": {rung.nothing}" if rung.nothing and pair.kind != "W6" else ""
     return f"- {rung.title}, {KINDS[pair.kind].lower()}, {words[flight]} ({ratio}){why}"
 
 

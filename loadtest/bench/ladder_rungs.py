@@ -145,7 +145,12 @@ _RUNGS = (
         nothing="the steps of four tokens run beside other requests' prompts",
     ),
     Rung("fp8_body", "language model in FP8", {"quantization": "fp8-language"}),
-    Rung("fp8_vit", "ViT in FP8", {"quantization": "fp8"}),
+    Rung(
+        "fp8_vit",
+        "ViT in FP8",
+        {"quantization": "fp8"},
+        nothing="the forward of one tile is a small part of a lone answer's time",
+    ),
     Rung(
         "int4",
         "language model in 4 bits (AWQ, GPTQ) in place of FP8",
