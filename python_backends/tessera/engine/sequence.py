@@ -59,6 +59,14 @@ class Sequence:
     rotary positions.
     """
 
+    # Else, with more of them than CPython keeps in an object's own place, each is looked up in a dict of its own.
+    __slots__ = (
+        *("request", "rank", "prompt_length", "max_tokens", "seed", "ends", "stop_ids", "image_positions"),
+        *("embeddings", "ids", "position_axes", "position_offset", "identities", "cache_ids", "cache_limit"),
+        *("cache_salt", "outputs", "drafting", "draft", "in_flight", "computed", "block_table", "block_keys"),
+        *("committed", "offered", "cached_tokens", "follows", "finish_reason", "error", "finite", "scheduled_ns"),
+        *("first_token_ns", "_greedy_from", "_plain_from"),
+    )
     rewinds = False  # whether the tokens after the prompt may change again
 
     def __init__(
@@ -234,29 +242,30 @@ class Sequence:
         return self._accept(token, report)
 
     def _accept(self, token: int, report: Report | None) -> bool:
-        place = self.known
+        outputs = self.outputs
+        place = self.prompt_length + len(outputs)  # not self.known: once a token
         self.ids[place] = self.cache_ids[place] = token
-        self.outputs.append(token)
-        if token in self.stop_ids and len(self.outputs) >= self.request.sampling.min_tokens:
+        outputs.append(token)
+        if token in self.stop_ids and len(outputs) >= self.request.sampling.min_tokens:
             self.finish_reason = "stop"
-        elif len(self.outputs) >= self.max_tokens:
+        elif len(outputs) >= self.max_tokens:
             self.finish_reason = "length"
         return True
 
     def expect(self, draft: SequenceType[int] = ()) -> None:
         """A step was planned that samples the next token, and verifies ``draft``."""
         self.in_flight += 1
-        if draft:
-            self.draft = draft
-        self._make_places()
+        self.draft = draft
+        if self.prompt_length + len(self.outputs) + self.in_flight + len(draft) >= len(self.ids):
+            self._make_places()
         if draft:
             self.ids[self.known : self.known + len(draft)] = draft
 
     def _make_places(self) -> None:
         """Lengthens the arrays where they end with the planned positions; few answers come near their limit."""
         start = len(self.ids)
-        if self.prompt_length + len(self.outputs) + self.in_flight + len(self.draft) < start:  # not self.length:
-            return  # once a token
+        if self.length < start:
+            return
         end = min(self.length + max(len(self.outputs), _PLACES), self.prompt_length + self.max_tokens)
         new = np.zeros(end - start, np.int64)
         self.ids = np.concatenate([self.ids, new])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import torch
@@ -19,8 +23,8 @@ class PackedBatch:
 
     ``ids`` int64 [n]; ``source`` int64 [n]: which token of the step before stands there, -1 where ``ids`` knows it;
     ``positions`` int64 [axes, n], or [1, n] where all axes agree; ``rope_lengths`` int64 [n], the sequence length that
-    rules each token's rotary base; ``slots`` int64 [n]; ``table`` describes the sequences, ``last`` the m queries that
-    tokens are chosen from. ``decodes``: whether each sequence continues its answer by one token.
+    rules each token's rotary base; ``slots`` int64 [n]; ``table`` describes the sequences; ``samples`` int64 [s]: how
+    many tokens each chooses. ``decodes``: whether each sequence continues its answer by one token.
     """
 
     ids: np.ndarray
@@ -29,8 +33,13 @@ class PackedBatch:
     rope_lengths: np.ndarray
     slots: np.ndarray
     table: SpanTable
-    last: LastQueries
+    samples: np.ndarray
     decodes: bool
+
+    @cached_property
+    def last(self) -> LastQueries:
+        """The m queries that tokens are chosen from."""
+        return self.table.last(self.samples)
 
 
 def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) -> PackedBatch:
@@ -39,30 +48,23 @@ def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) ->
     spans = batch.spans
     sequences = [span.sequence for span in spans]
     numbers = [
-        (span.start, span.end, span.samples, sequence.prompt_length, sequence.known, sequence.position_offset)
+        (span.start, span.end, span.samples, sequence.prompt_length, len(sequence.outputs), sequence.position_offset)
         for span, sequence in zip(spans, sequences)
     ]
-    start, context, samples, prompt, known, offset = np.array(numbers, np.int64).T
+    start, context, samples, prompt, said, offset = np.fromiter(chain(*numbers), np.int64).reshape(-1, 6).T
     count = context - start
-    row = np.cumsum(count) - count
-    known = known + (samples - 1).clip(0)  # a draft's tokens are
+    row = count.cumsum() - count
+    blocks = _padded([sequence.block_table for sequence in sequences])
 
-    tables = [sequence.block_table for sequence in sequences]
-    held = np.array([len(table) for table in tables])
-    # Filled up with blocks of the sequence's own: a backend may read, and mask, what lies there.
-    first = np.array([table[0] for table in tables])
-    blocks = np.repeat(first[:, None], held.max(), axis=1)
-    blocks[np.arange(held.max()) < held[:, None]] = np.frombuffer(b"".join(tables), np.int64)
-
-    owner = np.repeat(np.arange(len(spans)), count)
-    index = np.arange(len(owner)) - np.repeat(row - start, count)
+    owner = np.arange(len(spans)).repeat(count)
+    index = np.arange(len(owner)) + (start - row)[owner]
     ids, source = np.zeros(len(owner), np.int64), np.full(len(owner), -1)
-    unknown = context > known  # whose only token is still being sampled
-    source[row[unknown]] = [previous[id(sequences[place])] for place in np.flatnonzero(unknown).tolist()]
-    for place in np.flatnonzero(~unknown).tolist():
+    # The only token of some is still being sampled; a draft's tokens are known.
+    unknown = context > prompt + said + (samples - 1).clip(0)
+    source[row[unknown]] = [previous[id(sequences[place])] for place in unknown.nonzero()[0].tolist()]
+    for place in (~unknown).nonzero()[0].tolist():
         ids[row[place] : row[place] + count[place]] = sequences[place].ids[spans[place].start : spans[place].end]
-    reading = [(spans[place], int(row[place])) for place in np.flatnonzero(start < prompt).tolist()]
-    table = SpanTable(row, count, context, blocks)
+    reading = [(spans[place], int(row[place])) for place in (start < prompt).nonzero()[0].tolist()]
     return PackedBatch(
         ids=ids,
         source=source,
@@ -70,10 +72,22 @@ def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) ->
         # A prompt is rotated as a whole; what follows grows the length one by one.
         rope_lengths=np.maximum(prompt[owner], index + 1),
         slots=blocks[owner, index // block_size] * block_size + index % block_size,
-        table=table,
-        last=table.last(samples),
-        decodes=bool(((samples == 1) & (count == 1) & (start >= prompt)).all()),
+        table=SpanTable(row, count, context, blocks),
+        samples=samples,
+        decodes=not reading and len(owner) == len(spans) and bool(samples.all()),
     )
+
+
+def _padded(tables: SequenceType[array[int]]) -> np.ndarray:
+    """int64 [s, most blocks]: what is short of the longest is filled up with its first block, as a backend may read, and
+    mask, what lies there: so that is the sequence's own."""
+    most = max(map(len, tables))
+    parts = []
+    for table in tables:
+        parts.append(table)
+        if len(table) < most:
+            parts.append(table[:1] * (most - len(table)))
+    return np.frombuffer(bytearray().join(parts), np.int64).reshape(-1, most)
 
 
 def fill_in(ids: torch.Tensor, source: torch.Tensor, last_sampled: torch.Tensor) -> torch.Tensor:

@@ -73,8 +73,6 @@ class BlockManager:
 
     def grow(self, sequence: Sequence, tokens: int) -> bool:
         """Makes the sequence's blocks reach ``tokens`` positions; False, changing nothing, if too few are free."""
-        if tokens <= len(sequence.block_table) * self.block_size:  # as for all but one token of a block
-            return True
         fresh = self.blocks_for(tokens) - len(sequence.block_table)
         if fresh > len(self._free):
             return False
@@ -85,10 +83,18 @@ class BlockManager:
             sequence.block_table.append(block)
         return True
 
+    def advance(self, sequence: Sequence, end: int) -> bool:
+        """For a planned step that computes the positions up to ``end``; False, changing nothing, if too few blocks are
+        free."""
+        if end > len(sequence.block_table) * self.block_size and not self.grow(sequence, end):
+            return False
+        sequence.computed = end
+        if end // self.block_size > sequence.committed:
+            self.commit(sequence)
+        return True
+
     def commit(self, sequence: Sequence) -> None:
         """Makes the sequence's full, computed blocks findable. The step that writes them must be planned."""
-        if sequence.computed // self.block_size <= sequence.committed:
-            return
         positions = min(sequence.computed, sequence.known, sequence.cache_limit)
         for number in range(sequence.committed, positions // self.block_size):
             parent, key, ids = self._identity(sequence, number)

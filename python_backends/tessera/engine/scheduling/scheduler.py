@@ -63,13 +63,15 @@ class Scheduler:
         left = self._plan_running(spans, budget, drafts)
         if not policies.waits_for_burst(self.load, budget):
             self._plan_waiting(spans, budget, left)
-        spans.sort(key=lambda span: span.count > 1)
-        return ScheduledBatch(spans, sum(len(span.sequence.draft) for span in spans) if drafts else 0)
+        batch = ScheduledBatch(spans, sum(len(span.sequence.draft) for span in spans) if drafts else 0)
+        if batch.tokens > len(spans):
+            spans.sort(key=lambda span: span.count > 1)
+        return batch
 
     def must_finish_before_next(self, batch: ScheduledBatch) -> bool:
         """Whether this one should have ended before the next is planned."""
-        worst = max(span.sequence.request.sampling.priority for span in batch.spans)
-        return policies.must_finish_before_next(self.load, batch.tokens, worst)
+        priorities = (span.sequence.request.sampling.priority for span in batch.spans)
+        return policies.must_finish_before_next(self.load, batch.tokens, priorities)
 
     def tokens_should_be_known(self, batch: ScheduledBatch) -> bool:
         """Whether the tokens of this one should be known before the next is planned."""
@@ -157,6 +159,8 @@ class Scheduler:
         """What the step verifies, of sequences that know their last token: no more than leaves half of its tokens to
         prompts, and nothing where blocks are few, for which others would have to give way."""
         load, blocks = self.load, self.blocks
+        if not load.drafts:
+            return {}
         able = [
             (each, each.drafting)
             for each in self.running
@@ -193,19 +197,9 @@ class Scheduler:
             pending = sequence.pending
             count = budget.share(sequence, pending, left)
             draft = drafts.get(sequence, ()) if drafts else ()
-            if count and self._make_room(sequence, sequence.computed + count + len(draft)):
-                spans.append(self._plan(sequence, count, count == pending, draft))
+            if count and self._plan(spans, sequence, count, count == pending, draft):
                 left -= count
         return left
-
-    def _make_room(self, sequence: Sequence, tokens: int) -> bool:
-        """Grows a running sequence, at the cost of those behind it; False if it was itself preempted."""
-        while not self.blocks.grow(sequence, tokens):
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        return True
 
     def _plan_waiting(self, spans: list[ScheduledSpan], budget: StepBudget, left: int) -> None:
         if self.running and self.running[-1].pending > 1:  # it is still reading, and has had its share
@@ -222,18 +216,27 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             pending = sequence.pending
             count = budget.share(sequence, pending, left)
-            spans.append(self._plan(sequence, count, count == pending))
+            self._plan(spans, sequence, count, count == pending)
             left -= count
             if count < pending:
                 return
 
-    def _plan(self, sequence: Sequence, count: int, samples: bool, draft: SequenceType[int] = ()) -> ScheduledSpan:
+    def _plan(
+        self, spans: list[ScheduledSpan], sequence: Sequence, count: int, samples: bool, draft: SequenceType[int] = ()
+    ) -> bool:
+        """Plans a running sequence's next ``count`` tokens and a draft, where blocks are few at the cost of those behind
+        it; False if it was itself preempted."""
         start = sequence.computed
-        sequence.computed = end = start + count + len(draft)
-        self.blocks.commit(sequence)
+        end = start + count + len(draft)
+        while not self.blocks.advance(sequence, end):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
         if samples:
             sequence.expect(draft)
-        return ScheduledSpan(sequence, start, end, samples + len(draft))
+        spans.append(ScheduledSpan(sequence, start, end, samples + len(draft)))
+        return True
 
     def _preempt(self, victim: Sequence) -> None:
         """It waits as the first of its priority."""
@@ -288,9 +291,9 @@ class ScheduledBatch:
     spans: list[ScheduledSpan]
     drafted: int = 0
 
-    @property
+    @cached_property
     def tokens(self) -> int:
-        return sum(span.count for span in self.spans)
+        return sum(span.end - span.start for span in self.spans)
 
     @property
     def rows(self) -> int:
