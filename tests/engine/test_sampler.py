@@ -98,7 +98,9 @@ def test_the_smallest_penalty_makes_no_nan():
 @pytest.mark.parametrize("length", [0, 1, 2, 30])
 def test_echoes_count_equal_tokens_backwards(length):
     tokens = np.random.default_rng(0).integers(0, 2, length)
-    for place, found in enumerate(echoes(tokens).tolist()):
-        before, last = tokens[:place][::-1], tokens[::-1]
+    last, counted = tokens[::-1], echoes(tokens)
+    assert len(counted) == length and not any(counted[:1])
+    for distance, found in list(enumerate(counted))[1:]:
+        before = last[distance:]
         assert before[:found].tolist() == last[:found].tolist()
-        assert found == place or before[found] != last[found]
+        assert found == len(before) or before[found] != last[found]

@@ -6,57 +6,70 @@ import pytest
 import torch
 
 from tessera.kernels import reference
-from tessera.kernels.operands import PenaltyRows
+from tessera.kernels.operands import PenaltyLines, PenaltyRows
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
+from tessera.engine.execution.penalties import echoes
 from tessera.kernels.penalties import append_tokens, penalized
 
-VOCABULARY, LINES, WIDTH = 40, 6, 200
-LENGTHS, PROMPTS, SIZES = [0, 1, 64, 130, 199], [0, 1, 60, 3, 128], [0, 3, 1, 2, 0]
+VOCABULARY, WIDTH = 40, 200
+# Of each row: its place in the step, its line, the tokens that it knows, those of them that are a draft's.
+ROWS = [(6, 4, 0, 0), (0, 0, 1, 0), (2, 5, 64, 0), (5, 2, 130, 0), (3, 1, 199, 2), (1, 3, 70, 1), (7, 3, 72, 3)]
+PROMPTS, SIZES = [1, 128, 3, 1, 0, 60], [3, 0, 2, 3, 0, 1]  # of each line
 
 
 @pytest.fixture
-def rows(device: torch.device) -> PenaltyRows:
-    """Of a step's seven rows five ask; two lines are nobody's."""
-    numbers = torch.tensor([[6, 0, 2, 5, 3], [4, 0, 5, 2, 1], LENGTHS, PROMPTS, SIZES], device=device)
-    amounts = torch.tensor([[1, 1.2, 0.5, 1, 2], [0, 0.5, -1, 0, 0], [0, 0, 0.25, 0, -0.5]], device=device)
-    return PenaltyRows(numbers, amounts, max(LENGTHS))
+def lines(device: torch.device, generator: torch.Generator) -> PenaltyLines:
+    """Of few different tokens, so that they repeat, among them pictures."""
+    size = len(SIZES), WIDTH
+    tokens = torch.randint(-2, 3, size, generator=generator, device=device, dtype=torch.int32)
+    echoes = torch.randint(0, 3, size, generator=generator, device=device, dtype=torch.int32)
+    facts = torch.tensor([PROMPTS, SIZES], device=device)
+    amounts = [[1.2, 2, 1, 0.5, 1, 1], [0.5, 0, 0, -1, 0, 0], [0, -0.5, 0, 0.25, 0, 0]]
+    return PenaltyLines(tokens, echoes, facts, torch.tensor(amounts, device=device))
 
 
-@pytest.fixture
-def tokens(device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    """Few different ones, among them pictures."""
-    return torch.randint(-2, VOCABULARY, (LINES, WIDTH), generator=generator, device=device, dtype=torch.int32)
+def rows_of(rows: list[tuple[int, ...]], ngrams: bool, device: torch.device) -> PenaltyRows:
+    return PenaltyRows(torch.tensor(rows, device=device).T.contiguous(), max(row[2] for row in rows), ngrams)
 
 
 @pytest.mark.parametrize("ngrams", [False, True])
-def test_penalized(dtype, device, generator, rows, tokens, ngrams):
-    logits = torch.randn((7, VOCABULARY + 3), generator=generator, device=device).to(dtype)[:, :VOCABULARY]
-    logits[2, 4] = float("nan")
-    echoes = torch.randint(0, 3, (5, WIDTH), generator=generator, device=device, dtype=torch.int32)
-    given = logits.clone(), tokens, rows, echoes if ngrams else None
-    found, expected = penalized(*given), reference.penalized(*given)
+def test_penalized(dtype, device, generator, lines, ngrams):
+    logits = torch.randn((8, VOCABULARY + 3), generator=generator, device=device).to(dtype)[:, :VOCABULARY]
+    logits[2, 2] = float("nan")
+    rows = rows_of(ROWS, ngrams, device)
+    found, expected = penalized(logits, lines, rows), reference.penalized(logits, lines, rows)
     torch.testing.assert_close(found, expected, equal_nan=True)
-    assert torch.equal(found[[1, 4]], logits[[1, 4]].float()), "nobody asked there"
+    assert torch.equal(found[4], logits[4].float()), "nobody asked there"
     assert (found[5] != logits[5].float()).any() == ngrams, "of this row repeated n-grams alone are forbidden"
     with pytest.raises(ValueError, match="not contiguous"):
-        penalized(logits.T, tokens, rows, None)
+        penalized(logits.T, lines, rows)
 
 
-@pytest.mark.parametrize("lengthened", [False, True])
-def test_append_tokens(device, generator, rows, tokens, lengthened):
-    echoes = torch.randint(0, 3, (LINES, WIDTH), generator=generator, device=device, dtype=torch.int32)
-    chosen = torch.randint(0, VOCABULARY, (7,), generator=generator, device=device)
-    before = echoes[rows.numbers[1], : rows.width] if lengthened else None
-    results = []
+def test_append_tokens(device, generator, lines):
+    chosen = torch.randint(0, 3, (8,), generator=generator, device=device)
+    rows, results = rows_of(ROWS[:-1], True, device), []
     for append in (append_tokens, reference.append_tokens):
-        held, longer = tokens.clone(), echoes.clone()
-        append(held, longer, rows, before, chosen)
-        for line, length in zip(rows.numbers[1].tolist(), LENGTHS):  # what lies behind means nothing
-            held[line, length + 1 :] = longer[line, length + 1 :] = 0
-            longer[line, 0] = 0
-        results.append((held, longer))
-    for ours, twin in zip(*results):
-        assert torch.equal(ours, twin)
-    assert results[0][0][rows.numbers[1], rows.numbers[2]].tolist() == chosen[rows.numbers[0]].tolist()
+        changed = lines._replace(tokens=lines.tokens.clone(), echoes=lines.echoes.clone())
+        append(changed, rows, chosen)
+        for _, line, length, _ in ROWS[:-1]:  # what lies behind means nothing, nor what nobody reads
+            changed.tokens[line, length + 1 :] = changed.echoes[line, length + 1 :] = 0
+            changed.echoes[line, 0] = 0
+            changed.echoes[line] *= SIZES[line] > 1
+        results.append(changed)
+    assert torch.equal(results[0].tokens, results[1].tokens) and torch.equal(results[0].echoes, results[1].echoes)
+    appended = [int(results[0].tokens[line, length]) for _, line, length, _ in ROWS[:-1]]
+    assert appended == [int(chosen[place]) for place, *_ in ROWS[:-1]]
+
+
+@pytest.mark.parametrize("append", [append_tokens, reference.append_tokens])
+def test_echoes_are_those_of_all_tokens(device, generator, append):
+    """A token behind none, one and two of a draft, in turn."""
+    tokens = torch.randint(0, 2, (1, 90), generator=generator, device=device, dtype=torch.int32)
+    lines = PenaltyLines(tokens, torch.zeros_like(tokens), torch.tensor([[0], [2]], device=device), torch.ones(3, 1))
+    length = 0
+    for drafted in [0, 1, 2] * 12:
+        append(lines, rows_of([(0, 0, length + drafted, drafted)], True, device), tokens[0, length + drafted :].long())
+        length += drafted + 1
+        assert lines.echoes[0, 1:length].tolist() == echoes(tokens[0, :length].cpu().numpy())[1:]

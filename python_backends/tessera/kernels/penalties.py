@@ -11,63 +11,59 @@ import triton
 import triton.language as tl
 
 from tessera.kernels.fp8 import early_launch, wait_for_previous
-from tessera.kernels.operands import PenaltyRows
+from tessera.kernels.operands import PenaltyLines, PenaltyRows
 
 _BLOCK, _COUNTED = 64, 128  # places of a program, and answered ones that they are compared with at a time
 
 
-def penalized(
-    logits: torch.Tensor, tokens: torch.Tensor, rows: PenaltyRows, echoes: torch.Tensor | None
-) -> torch.Tensor:
+def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: PenaltyRows) -> torch.Tensor:
     """logits of any float dtype [m, vocabulary], rows contiguous -> float32 [m, vocabulary], changed in ``rows`` alone.
 
-    ``tokens`` int32 [lines, width]: what sequences have said; negative ones are pictures. Each that a row's line holds
-    is penalized once: by the repetition penalty, times or over, then the answer's own by frequency and presence. What
-    would end an n-gram that is there already, by ``echoes`` int32 [r, width] (see :func:`append_tokens`), is float32's
-    lowest; None: nobody asks for that. ValueError for rows that are not contiguous.
+    Each token that a row's line holds is penalized once: by the repetition penalty, times or over, then the answer's
+    own by frequency and presence. What would end an n-gram that is there already is float32's lowest. ValueError for
+    rows that are not contiguous.
     """
     if logits.stride(1) != 1:
         raise ValueError(f"rows of logits are not contiguous: strides {logits.stride()}")
     scores = logits.to(torch.float32, copy=True)
-    grid = (triton.cdiv(rows.width, _BLOCK), rows.numbers.shape[1])
-    sizes = logits.shape[1], tokens.shape[1], rows.numbers.shape[1]
-    early = early_launch(logits.device)
+    count = rows.numbers.shape[1]
+    grid, early = (triton.cdiv(rows.width, _BLOCK), count), early_launch(logits.device)
     if rows.width:
-        given = logits, scores, tokens, rows.numbers, rows.amounts, logits.stride(0), *sizes
-        _penalize[grid](*given, BLOCK=_BLOCK, COUNTED=_COUNTED, **early)
-    if rows.width and echoes is not None:
-        _forbid[grid](scores, tokens, echoes, rows.numbers, *sizes, echoes.stride(0), BLOCK=_BLOCK, **early)
+        _penalize[grid](
+            *(logits, scores, lines.tokens, lines.facts, lines.amounts, rows.numbers),
+            *(logits.stride(0), logits.shape[1], *lines.tokens.shape, count),
+            BLOCK=_BLOCK, COUNTED=_COUNTED, **early,
+        )  # fmt: skip
+    if rows.width and rows.ngrams:
+        _forbid[grid](
+            scores, *lines[:3], rows.numbers, logits.shape[1], *lines.tokens.shape, count, BLOCK=_BLOCK, **early
+        )
     return scores
 
 
-def append_tokens(
-    tokens: torch.Tensor, echoes: torch.Tensor, rows: PenaltyRows, before: torch.Tensor | None, chosen: torch.Tensor
-) -> None:
-    """Puts the tokens ``chosen`` int64 [m], by the rows' places, behind their lines of ``tokens`` int32 [lines, width].
-
-    ``echoes`` int32, like tokens: at a place of a line how many tokens before it equal the line's last ones. They are
-    lengthened where ``before`` int32 [r, width], a copy of the rows' own, is given.
-    """
+def append_tokens(lines: PenaltyLines, rows: PenaltyRows, chosen: torch.Tensor) -> None:
+    """Puts the tokens ``chosen`` int64 [m], by the rows' places, behind their lines, of which no two are the same, and
+    lengthens their echoes."""
     grid = (triton.cdiv(rows.width + 1, _BLOCK), rows.numbers.shape[1])
-    given = tokens, echoes, before, rows.numbers, chosen, tokens.shape[1], rows.numbers.shape[1]
-    stride = 0 if before is None else before.stride(0)
-    _append[grid](*given, stride, BLOCK=_BLOCK, **early_launch(tokens.device))
+    sizes = *lines.tokens.shape, rows.numbers.shape[1]
+    _append[grid](*lines[:3], rows.numbers, chosen, *sizes, BLOCK=_BLOCK, **early_launch(chosen.device))
 
 
 @triton.jit
 def _penalize(
-    logits, scores, tokens, numbers, amounts, logits_row, vocabulary, width, count,
+    logits, scores, tokens, facts, amounts, numbers, logits_row, vocabulary, lines, width, count,
     BLOCK: tl.constexpr, COUNTED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(EARLY)
     row = tl.program_id(1)
     place = tl.load(numbers + row)
-    line = tokens + tl.load(numbers + count + row) * width
+    slot = tl.load(numbers + count + row)
+    line = tokens + slot * width
     length = tl.load(numbers + 2 * count + row).to(tl.int32)
-    prompt = tl.load(numbers + 3 * count + row).to(tl.int32)
-    repetition = tl.load(amounts + row)
-    frequency = tl.load(amounts + count + row)
-    presence = tl.load(amounts + 2 * count + row)
+    prompt = tl.load(facts + slot).to(tl.int32)
+    repetition = tl.load(amounts + slot)
+    frequency = tl.load(amounts + lines + slot)
+    presence = tl.load(amounts + 2 * lines + slot)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(line + at, mask=at < length, other=-1)
     known = token >= 0
@@ -87,34 +83,45 @@ def _penalize(
 
 @triton.jit
 def _forbid(
-    scores, tokens, echoes, numbers, vocabulary, width, count, echo_row, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    scores, tokens, echoes, facts, numbers, vocabulary, lines, width, count, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     wait_for_previous(EARLY)
     row = tl.program_id(1)
-    place = tl.load(numbers + row) * vocabulary
-    line = tokens + tl.load(numbers + count + row) * width
-    length = tl.load(numbers + 2 * count + row)
-    size = tl.load(numbers + 4 * count + row)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(line + at, mask=at < length, other=-1)
-    echo = tl.load(echoes + row.to(tl.int64) * echo_row + at, mask=at < length, other=0)
-    repeats = (token >= 0) & (size > 0) & (echo >= size - 1)
-    tl.store(scores + place + token, -3.4028234663852886e38, mask=repeats)
+    slot = tl.load(numbers + count + row)
+    size = tl.load(facts + lines + slot)
+    if size > 0:
+        place = tl.load(numbers + row) * vocabulary
+        length = tl.load(numbers + 2 * count + row).to(tl.int32)
+        distance = 1 + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        echo = _echo(tokens + slot * width, echoes + slot * width, length, tl.load(numbers + 3 * count + row), distance)
+        token = tl.load(tokens + slot * width + length - distance, mask=distance <= length, other=-1)
+        tl.store(scores + place + token, -3.4028234663852886e38, mask=(token >= 0) & (echo >= size - 1))
 
 
 @triton.jit
 def _append(
-    tokens, echoes, before, numbers, chosen, width, count, echo_row, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    tokens, echoes, facts, numbers, chosen, lines, width, count, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     wait_for_previous(EARLY)
     row = tl.program_id(1)
     new = tl.load(chosen + tl.load(numbers + row)).to(tl.int32)
-    slot = tl.load(numbers + count + row) * width
-    length = tl.load(numbers + 2 * count + row)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < length
-    if before is not None:
-        token = tl.load(tokens + slot + at, mask=inside, other=-1)
-        echo = tl.load(before + row.to(tl.int64) * echo_row + at, mask=inside, other=0)
-        tl.store(echoes + slot + at + 1, tl.where(token == new, echo + 1, 0), mask=inside)
-    tl.store(tokens + slot + at, new, mask=at == length)
+    slot = tl.load(numbers + count + row)
+    line = tokens + slot * width
+    length = tl.load(numbers + 2 * count + row).to(tl.int32)
+    if tl.load(facts + lines + slot) > 1:
+        distance = 1 + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        echo = _echo(line, echoes + slot * width, length, tl.load(numbers + 3 * count + row), distance)
+        same = tl.load(line + length - distance, mask=distance <= length, other=0) == new
+        tl.store(echoes + slot * width + distance, tl.where(same, echo + 1, 0), mask=distance <= length)
+    tl.store(line + length, new, mask=tl.program_id(0) == 0)
+
+
+@triton.jit
+def _echo(line, echoes, length, drafted, distance):
+    """Those of a line of ``length`` tokens at each distance, whose last ``drafted`` its echoes do not know."""
+    begun = length - drafted.to(tl.int32)
+    echo = tl.load(echoes + distance, mask=distance < begun, other=0)
+    for at in range(begun, length):
+        before = tl.load(line + at - distance, mask=distance <= at, other=0)
+        echo = tl.where((before == tl.load(line + at)) & (distance <= at), echo + 1, 0)
+    return echo

@@ -15,6 +15,7 @@ from tessera.kernels.operands import (
     HeadNorms,
     PagedCache,
     Partials,
+    PenaltyLines,
     PenaltyRows,
     Routing,
     StoredWeights,
@@ -48,14 +49,12 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(highest - lowest < float("inf"), logits.argmax(dim=-1), -1)
 
 
-def penalized(
-    logits: torch.Tensor, tokens: torch.Tensor, rows: PenaltyRows, echoes: torch.Tensor | None
-) -> torch.Tensor:
-    """logits of any float dtype [m, vocabulary] -> float32, changed for ``rows`` by their lines of ``tokens`` int32
-    [lines, width]; ``echoes`` int32 [r, width] of these, None where nobody asks for n-grams."""
-    places, lines, lengths, prompts, sizes = rows.numbers[:, :, None]
-    repetition, frequency, presence = rows.amounts[:, :, None]
-    held, at = tokens[lines[:, 0], : rows.width].long(), torch.arange(rows.width, device=logits.device)
+def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: PenaltyRows) -> torch.Tensor:
+    """logits of any float dtype [m, vocabulary] -> float32, changed for ``rows`` by their ``lines``."""
+    places, slots, lengths, _ = rows.numbers[:, :, None]
+    prompts, sizes = lines.facts[:, slots]
+    repetition, frequency, presence = lines.amounts[:, slots]
+    held, at = lines.tokens[slots[:, 0], : rows.width].long(), torch.arange(rows.width, device=logits.device)
     scores = logits.to(torch.float32, copy=True)
     known = (held >= 0) & (at < lengths)
     row, place = known.nonzero().unbind(1)
@@ -67,23 +66,37 @@ def penalized(
     values -= frequency[row, 0] * counts
     values -= torch.where(counts > 0, presence[row, 0], 0.0)
     scores[index] = values  # a token's places all hold the same value
-    if echoes is not None:
-        row, place = (known & (sizes > 0) & (echoes[:, : rows.width] >= sizes - 1)).nonzero().unbind(1)
+    if rows.ngrams:
+        echoes = _echoes(lines, rows).gather(1, (lengths - 1 - at).clamp(min=0))
+        row, place = (known & (sizes > 0) & (echoes >= sizes - 1)).nonzero().unbind(1)
         scores[places[row, 0], held[row, place]] = torch.finfo(torch.float32).min
     return scores
 
 
-def append_tokens(
-    tokens: torch.Tensor, echoes: torch.Tensor, rows: PenaltyRows, before: torch.Tensor | None, chosen: torch.Tensor
-) -> None:
-    """Puts ``chosen`` int64 [m] behind the rows' lines of ``tokens`` int32 [lines, width], and lengthens those of
-    ``echoes`` where ``before`` int32 [r, width] says what they were."""
-    places, lines, lengths = rows.numbers[:3]
-    new = chosen[places].int()
-    if before is not None:
-        same = tokens[lines, : rows.width] == new[:, None]
-        echoes[lines, 1 : rows.width + 1] = (before[:, : rows.width] + 1).where(same, 0)
-    tokens[lines, lengths] = new
+def append_tokens(lines: PenaltyLines, rows: PenaltyRows, chosen: torch.Tensor) -> None:
+    """Puts ``chosen`` int64 [m] behind the rows' lines, of which no two are the same, and lengthens their echoes."""
+    places, slots, lengths, _ = rows.numbers
+    found = _echoes(lines, rows)
+    lines.tokens[slots, lengths] = chosen[places].int()
+    lines.echoes[slots, 1 : rows.width + 1] = _longer(lines, found, slots, lengths)
+
+
+def _echoes(lines: PenaltyLines, rows: PenaltyRows) -> torch.Tensor:
+    """int32 [r, width] for the distances 1..width, a draft's tokens among the rows' own."""
+    _, slots, lengths, drafted = rows.numbers
+    distance = torch.arange(1, rows.width + 1, device=slots.device)
+    begun = (lengths - drafted)[:, None]
+    found = lines.echoes[slots, 1 : rows.width + 1].where(distance < begun, 0)
+    for step in range(int(drafted.max())):
+        found = _longer(lines, found, slots, lengths - drafted + step).where(step < drafted[:, None], found)
+    return found
+
+
+def _longer(lines: PenaltyLines, echoes: torch.Tensor, slots: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """``echoes`` [r, width] of the tokens in front of the places ``at`` [r] -> of those up to there."""
+    before = at[:, None] - torch.arange(1, echoes.shape[1] + 1, device=at.device)
+    same = lines.tokens[slots[:, None], before.clamp(min=0)] == lines.tokens[slots, at][:, None]
+    return (echoes + 1).where(same & (before >= 0), 0)
 
 
 def norm_heads(queries: torch.Tensor, keys: torch.Tensor, norms: HeadNorms) -> None:

@@ -79,8 +79,8 @@ def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) ->
 
 
 def _padded(tables: SequenceType[array[int]]) -> np.ndarray:
-    """int64 [s, most blocks]: what is short of the longest is filled up with its first block, as a backend may read, and
-    mask, what lies there: so that is the sequence's own."""
+    """int64 [s, most blocks]: what is shorter than others is filled up with its own first block, as a backend may read,
+    and mask, what lies there."""
     most = max(map(len, tables))
     parts = []
     for table in tables:

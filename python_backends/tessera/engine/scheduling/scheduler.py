@@ -224,8 +224,8 @@ class Scheduler:
     def _plan(
         self, spans: list[ScheduledSpan], sequence: Sequence, count: int, samples: bool, draft: SequenceType[int] = ()
     ) -> bool:
-        """Plans a running sequence's next ``count`` tokens and a draft, where blocks are few at the cost of those behind
-        it; False if it was itself preempted."""
+        """Plans a running sequence's next ``count`` tokens and a draft, at the cost of those behind it where blocks are
+        few; False if it was itself preempted."""
         start = sequence.computed
         end = start + count + len(draft)
         while not self.blocks.advance(sequence, end):
