@@ -292,15 +292,17 @@ class Engine:
         self.scheduler.record_step_time(batch, device_ns)
         self.metrics.busy_ns += device_ns
         now = time.monotonic_ns()
+        tell = self._news.tokens.append
         for sequence, answer in taken:
             sequence.first_token_ns = sequence.first_token_ns or now
+            number = sequence.request.number
             for token, report in answer:
-                self._news.tokens.append((sequence.request.number, token, report))
-            if sequence.finished:
+                tell((number, token, report))
+            if sequence.finish_reason is not None:  # not sequence.finished: once a token
                 self._end(sequence)
-            if sequence.error is not None:
-                self.metrics.not_finite_logits += not sequence.finite
-                _LOG.error("request %r: %s", sequence.request.request_id, sequence.error)
+                if sequence.error is not None:
+                    self.metrics.not_finite_logits += not sequence.finite
+                    _LOG.error("request %r: %s", sequence.request.request_id, sequence.error)
         self.metrics.drafted_steps += bool(batch.drafted)
         self.metrics.drafted_tokens += batch.drafted
         self.metrics.accepted_tokens += sum(each.accepted for each in verified)

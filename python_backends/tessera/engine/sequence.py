@@ -154,7 +154,7 @@ class Sequence:
     @property
     def plain(self) -> bool:
         """Whether of the token in flight nothing is asked but that it is the likeliest."""
-        return self.place >= self._plain_from
+        return len(self.outputs) + self.in_flight > self._plain_from  # not self.place: once a token
 
     @property
     def plain_but_for_penalties(self) -> bool:
@@ -220,10 +220,10 @@ class Sequence:
         draft's own. Returns those that are part of the answer.
         """
         if not self.draft:  # as for most
-            return chosen if self._take(*chosen[0]) else []
+            return chosen if self._accept(*chosen[0]) else []
         draft, self.draft = self.draft, ()
         right = 0
-        while self._take(*chosen[right]) and not self.finished and right < len(draft):
+        while self._accept(*chosen[right]) and not self.finished and right < len(draft):
             if chosen[right][0] != draft[right]:
                 break
             right += 1
@@ -232,17 +232,14 @@ class Sequence:
         self.drafting.learn(len(draft), right + (right < len(draft) and chosen[right][0] == draft[right]))
         return chosen[: right + self.finite]
 
-    def _take(self, token: int, report: Report | None) -> bool:
+    def _accept(self, token: int, report: Report | None) -> bool:
         """Whether it is part of the answer."""
+        outputs = self.outputs
         if token == NOT_FINITE:
-            step = "decode" if self.outputs else "prefill"
+            step = "decode" if outputs else "prefill"
             self.finish_reason, self.finite = "error", False
             self.error = f"the model's logits are NaN or infinite ({step}, position {self.known - 1})"
             return False
-        return self._accept(token, report)
-
-    def _accept(self, token: int, report: Report | None) -> bool:
-        outputs = self.outputs
         place = self.prompt_length + len(outputs)  # not self.known: once a token
         self.ids[place] = self.cache_ids[place] = token
         outputs.append(token)

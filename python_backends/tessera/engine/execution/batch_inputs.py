@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceType
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -42,9 +42,13 @@ class PackedBatch:
         return self.table.last(self.samples)
 
 
-def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) -> PackedBatch:
-    """Packs the batch's spans. ``previous``: by id(sequence), its place among the tokens of the step before this, of
-    those that stand alone there."""
+def pack(
+    batch: ScheduledBatch, block_size: int, previous: Mapping[int, int], before: PackedBatch | None = None
+) -> PackedBatch:
+    """Packs the batch's spans. ``previous``: by request number, its place among the tokens of the step before this, of
+    those that stand alone there. ``before``: that step, if it sampled for the same requests in the same order."""
+    if before is not None and (goes_on := _advanced(batch, block_size, before)) is not None:
+        return goes_on
     spans = batch.spans
     sequences = [span.sequence for span in spans]
     numbers = [
@@ -61,7 +65,7 @@ def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) ->
     ids, source = np.zeros(len(owner), np.int64), np.full(len(owner), -1)
     # The only token of some is still being sampled; a draft's tokens are known.
     unknown = context > prompt + said + (samples - 1).clip(0)
-    source[row[unknown]] = [previous[id(sequences[place])] for place in unknown.nonzero()[0].tolist()]
+    source[row[unknown]] = [previous[sequences[place].request.number] for place in unknown.nonzero()[0].tolist()]
     for place in (~unknown).nonzero()[0].tolist():
         ids[row[place] : row[place] + count[place]] = sequences[place].ids[spans[place].start : spans[place].end]
     reading = [(spans[place], int(row[place])) for place in (start < prompt).nonzero()[0].tolist()]
@@ -71,11 +75,36 @@ def pack(batch: ScheduledBatch, block_size: int, previous: Mapping[int, int]) ->
         positions=_given_positions(index + offset[owner], reading),
         # A prompt is rotated as a whole; what follows grows the length one by one.
         rope_lengths=np.maximum(prompt[owner], index + 1),
-        slots=blocks[owner, index // block_size] * block_size + index % block_size,
+        slots=_slots(blocks[owner, index // block_size], index, block_size),
         table=SpanTable(row, count, context, blocks),
         samples=samples,
         decodes=not reading and len(owner) == len(spans) and bool(samples.all()),
     )
+
+
+def _advanced(batch: ScheduledBatch, block_size: int, before: PackedBatch) -> PackedBatch | None:
+    """The batch made of the one ``before``, where each sequence decoded and goes on with a token that is still being
+    sampled; else None."""
+    spans, rows = batch.spans, before.table.row
+    if not before.decodes or not len(rows) == len(spans) == batch.rows:
+        return None
+    if any(span.sequence.in_flight < 2 for span in spans):
+        return None
+    index = before.table.context
+    blocks, context = _padded([span.sequence.block_table for span in spans]), index + 1
+    return replace(
+        before,
+        ids=np.zeros(len(rows), np.int64),
+        source=rows,
+        positions=before.positions + 1,
+        rope_lengths=context,
+        slots=_slots(blocks[rows, index // block_size], index, block_size),
+        table=replace(before.table, context=context, blocks=blocks),
+    )
+
+
+def _slots(blocks: np.ndarray, index: np.ndarray, block_size: int) -> np.ndarray:
+    return blocks * block_size + index % block_size
 
 
 def _padded(tables: SequenceType[array[int]]) -> np.ndarray:

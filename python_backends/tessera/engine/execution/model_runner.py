@@ -14,7 +14,7 @@ from tessera.attention.backend import AttentionBackend, AttentionStep, KvStorage
 from tessera.checkpoint.weights import SafetensorsFolder, SafetensorsHeaders, fill, name_in_file, split_names
 from tessera.engine.execution.batch_inputs import PackedBatch, fill_in, image_rows, pack
 from tessera.engine.execution.memory_budget import count_blocks, prompts_of
-from tessera.engine.execution.penalties import Histories
+from tessera.engine.execution.penalties import Histories, Penalties
 from tessera.engine.execution.sampler import SampledRows, SamplingRow, greedy, sample
 from tessera.engine.execution.step_graphs import DecodeGraphs, PromptGraphs, graph_sizes, prompt_sizes
 from tessera.engine.scheduling.scheduler import ScheduledBatch
@@ -57,10 +57,11 @@ class ModelRunner:
         self._dtype = weight.dtype
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
-        # The tokens of the step before, and whose they are (by id(), which keeps nobody's rows alive): the next step
-        # is launched before the host knows them.
+        # The tokens of the step before, and whose they are, by request number: the next step is launched before the
+        # host knows them.
         self._last_sampled = torch.zeros(max_rows, dtype=torch.int64, device=weight.device)
         self._previous: dict[int, int] = {}
+        self._before: PackedBatch | None = None  # that step; None where it verified drafts
         self._max_sequences = max_sequences
         self._histories = Histories(max_sequences, weight.device)
 
@@ -131,26 +132,30 @@ class ModelRunner:
         """Starts the step; the result waits for its ``batch.rows`` tokens."""
         with torch.inference_mode():
             started = Moment(self._last_sampled.device)
-            packed = self._pack(batch)
+            numbers = [sequence.request.number for sequence in batch.sampling]
+            before = self._before if numbers == [*self._previous] and not batch.drafted else None
+            packed = self._pack(batch, before)
+            penalties = self._histories.select(batch.sampling, go_on=before is not None)
             graphs = self._graphs if self._graphs is not None and self._graphs.fits(packed) else None
             plain = all(sequence.plain for sequence in batch.sampling)
             if graphs is None or not packed.decodes:
-                sampled = self._sample(self._forward(packed, batch), batch, plain, started)
+                sampled = self._sample(self._forward(packed, batch), batch, plain, penalties, started)
             elif plain:
-                self._histories.forget()
                 sampled = SampledRows(graphs.greedy(packed), started)
                 self.graph_steps += 1
             else:
-                sampled = self._sample(self._model.logits(graphs.hidden(packed)), batch, plain, started)
+                sampled = self._sample(self._model.logits(graphs.hidden(packed)), batch, plain, penalties, started)
                 self.graph_steps += 1
         places = (
             count() if not batch.drafted else accumulate((1 + len(each.draft) for each in batch.sampling), initial=0)
         )
-        self._previous = dict(zip(map(id, batch.sampling), places))
+        self._previous = dict(zip(numbers, places))
+        self._before = None if batch.drafted else packed
         return sampled
 
-    def _sample(self, logits: torch.Tensor, batch: ScheduledBatch, plain: bool, started: Moment) -> SampledRows:
-        penalties = self._histories.select(batch.sampling)
+    def _sample(
+        self, logits: torch.Tensor, batch: ScheduledBatch, plain: bool, penalties: Penalties | None, started: Moment
+    ) -> SampledRows:
         if plain:
             sampled = SampledRows(greedy(logits), started)
         elif penalties is not None and all(sequence.plain_but_for_penalties for sequence in batch.sampling):
@@ -168,8 +173,8 @@ class ModelRunner:
         with torch.inference_mode():
             return self._forward(self._pack(batch), batch).float()
 
-    def _pack(self, batch: ScheduledBatch) -> PackedBatch:
-        return pack(batch, self._attention.storage.block_size, self._previous)
+    def _pack(self, batch: ScheduledBatch, before: PackedBatch | None = None) -> PackedBatch:
+        return pack(batch, self._attention.storage.block_size, self._previous, before)
 
     def _forward(self, packed: PackedBatch, batch: ScheduledBatch) -> torch.Tensor:
         device = self._last_sampled.device

@@ -49,28 +49,19 @@ class Histories:
         self.lines = PenaltyLines(tokens, torch.zeros_like(tokens), facts, amounts)
         self._free = list(range(max_sequences))
         self._held: dict[int, _Line] = {}  # by request number, of those that asked for penalties in the step before
-        # All requests of the step before; None where it verified drafts, as it is not known of how many tokens.
-        self._numbers: list[int] | None = []
         self._penalties: Penalties | None = None
 
-    def select(self, sequences: SequenceType[Sequence]) -> Penalties | None:
+    def select(self, sequences: SequenceType[Sequence], go_on: bool = False) -> Penalties | None:
         """The penalties of a step that samples tokens for these; None when none asks for any.
 
-        It must be called for every step that samples, in order. While the same sequences go on by a token each, the
-        device knows all there is to know.
+        It must be called for every step, in order. ``go_on``: whether the step before sampled for the same sequences in
+        the same order, and neither verifies drafts: then the device knows all that there is to know.
         """
-        numbers = [sequence.request.number for sequence in sequences]
-        drafted = any(sequence.draft for sequence in sequences)
-        if drafted or numbers != self._numbers:
+        if not go_on:
             self._penalties = self._begin(sequences)
-        self._numbers = None if drafted else numbers
         if self._penalties is not None:
             self._widen(self._penalties.rows.width + 1)
         return self._penalties
-
-    def forget(self) -> None:
-        """For a step that samples without penalties."""
-        self.select(())
 
     def _begin(self, sequences: SequenceType[Sequence]) -> Penalties | None:
         asking = {each.request.number: each for each in sequences if each.request.sampling.penalized}
@@ -145,7 +136,7 @@ class Penalties:
         if self._drafted.any():
             numbers = numbers[:, self._last_right(chosen[numbers[0]])].contiguous()
         self._kernels.append_tokens(self._histories.lines, PenaltyRows(numbers, width, ngrams), chosen)
-        numbers[2] += 1
+        numbers[2].add_(1)
         self.rows = PenaltyRows(numbers, width + 1, ngrams)
 
     def _last_right(self, chosen: torch.Tensor) -> torch.Tensor:

@@ -108,7 +108,7 @@ class DecodeGraphs(_StepGraphs):
         count = len(packed.ids)
         size = self._greedy.size_for(count)
         lines = self._lines(packed, size, _OF_DECODING + packed.table.blocks.shape[1])
-        ids, source, context, *_ = lines[self._header :]
+        ids, source, context = lines[self._header : self._header + _OF_DECODING]
         source[:] = -1
         ids[:count], source[:count], context[:count] = packed.ids, packed.source, packed.table.context
         lines[self._header + _OF_DECODING :, :count] = packed.table.blocks.T

@@ -151,17 +151,16 @@ class Load:
         share = self._short_share.get(asked, 1.0)
         self._short_share[asked] = share + ((len(sequence.outputs) <= SHORT_ANSWER) - share) / 16
 
-    def is_short(self, sequence: Sequence) -> bool:
-        """Whether its answer is likely to be: by what it has said, else by others that were asked for as much."""
-        if len(sequence.outputs) > SHORT_ANSWER:
-            return False
+    def _is_short(self, sequence: Sequence) -> bool:
+        """Whether an answer that has just begun is likely to be: by others that were asked for as much."""
         return sequence.max_tokens <= SHORT_ANSWER or self._short_share.get(sequence.max_tokens.bit_length(), 1) > 0.5
 
     @property
     def answers_are_short(self) -> bool:
         """Whether most are of those that run or could; decided by these alone at each step."""
         everyone = [*self.running, *self.admissible()]
-        return not everyone or 2 * sum(map(self.is_short, everyone)) > len(everyone)
+        short = sum(len(each.outputs) <= SHORT_ANSWER and self._is_short(each) for each in everyone)
+        return not everyone or 2 * short > len(everyone)
 
     def admissible(self) -> list[Sequence]:
         """Those that wait and for which there are places."""

@@ -92,14 +92,14 @@ class Scheduler:
         for sequence, chosen in zip(batch.sampling, _by_sequence(batch, sampled), strict=True):
             drafted = len(chosen) > 1
             sequence.in_flight -= 1
-            if sequence.finished:
+            if sequence.finish_reason is not None:  # not sequence.finished: once a token
                 if chosen[0][0] == NOT_FINITE:
                     self.blocks.invalidate(sequence.block_keys)
                 continue
             taken.append((sequence, sequence.take(chosen)))
             if drafted and sequence.finite:
                 self.blocks.commit(sequence)
-            if sequence.finished:
+            if sequence.finish_reason is not None:
                 if not sequence.finite:
                     self.blocks.invalidate(sequence.block_keys)
                 self._remove(sequence)
@@ -195,7 +195,7 @@ class Scheduler:
         left = budget.most
         for sequence in self.running:  # which shrinks from its end when blocks run out
             pending = sequence.pending
-            count = budget.share(sequence, pending, left)
+            count = pending if pending <= 1 <= left else budget.share(sequence, pending, left)
             draft = drafts.get(sequence, ()) if drafts else ()
             if count and self._plan(spans, sequence, count, count == pending, draft):
                 left -= count
@@ -260,7 +260,7 @@ class Scheduler:
 
 def _by_sequence(batch: ScheduledBatch, sampled: SequenceType[SampledToken]) -> Iterator[list[SampledToken]]:
     if not batch.drafted:
-        yield from map(list, zip(sampled))
+        yield from ([token] for token in sampled)
         return
     rows = iter(sampled)
     for span in batch.spans:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tessera.engine.sequence import Report, Request, SampledToken, Sequence
+from tessera.engine.sequence import NOT_FINITE, Report, Request, SampledToken, Sequence
 from tessera.engine.structured_output.constraints import Mask, Matcher
 from tessera.engine.structured_output.labels import LabelAnswer, LabelScorer
 
@@ -129,6 +129,8 @@ class LabelSequence(Sequence):
 
     def _accept(self, token: int, report: Report | None) -> bool:
         """On to the next branch: its path takes the place of the one before, as far as they differ."""
+        if token == NOT_FINITE:
+            return super()._accept(token, report)
         assert report is not None, "nothing tells how likely the branch's children are"
         self._scorer.observe([logprob for _, logprob in report.top])
         branch = self._scorer.branch
