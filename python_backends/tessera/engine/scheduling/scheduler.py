@@ -159,8 +159,6 @@ class Scheduler:
         """What the step verifies, of sequences that know their last token: no more than leaves half of its tokens to
         prompts, and nothing where blocks are few, for which others would have to give way."""
         load, blocks = self.load, self.blocks
-        if not load.drafts:
-            return {}
         able = [
             (each, each.drafting)
             for each in self.running
