@@ -69,7 +69,7 @@ class Engine:
         self._eos_token_ids = frozenset(token for token in eos_token_ids if token < runner.vocab_size)
         self.constraints = Constraints(tokenizer, runner.vocab_size, self._eos_token_ids)
         self._lane = MaskLane(max(1, config.max_sequences // _LANE_PART))
-        self._earlier = EarlierAnswers()
+        self._earlier, self._priors = EarlierAnswers(), dict[type, float]()
         self._cache_secret = secrets.token_bytes(16)
         self._under_way: deque[tuple[ScheduledBatch, SampledRows]] = deque()  # launched, not yet applied
         self._applying_ns = 0  # what it took to take the tokens of the step applied last
@@ -215,11 +215,14 @@ class Engine:
                 raise Unavailable("the queue is full of answers whose grammars take long; try again later")
             if self._config.drafts:
                 forced = ForcedRuns(matcher, self._config.drafts)
-                options["drafting"] = Drafting([forced, *self._drafters(request)], self._runner.vocab_size)
+                options["drafting"] = self._drafting([forced, *self._drafters(request)])
             return ConstrainedSequence(request, matcher, self._lane, **options)
         if self._config.drafts and (drafters := self._drafters(request)):
-            options["drafting"] = Drafting(drafters, self._runner.vocab_size)
+            options["drafting"] = self._drafting(drafters)
         return Sequence(request, **options)
+
+    def _drafting(self, drafters: list[Drafter]) -> Drafting:
+        return Drafting(drafters, self._runner.vocab_size, self._priors)
 
     def _drafters(self, request: Request) -> list[Drafter]:
         """Who proposes tokens for an answer as its request asks for it."""

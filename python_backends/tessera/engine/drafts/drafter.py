@@ -38,66 +38,104 @@ class Expected(NamedTuple):
     gain: float
 
 
-_TRUST = 2  # tokens that a prior counts as
 _RECENT = 7 / 8  # what is known of a drafter counts as, once more is known
-_PACE = 1 / 8  # so fast what is expected moves towards what came of the last draft
+_MISSES = 2  # in a row are no accident
+_LONGEST_REST = 32  # tokens
+_PACE = 1 / 16  # so fast a prior moves towards what came of another answer's first proposal
+_NO_GUESS = -1, -1
+_NOTHING = Proposal((), 0.0)
+_NO_GAIN = Expected(0.0, 0.0)
+
+
+class Standing:
+    """A drafter of one answer, and what is known of it.
+
+    The first token of a proposal that is not verified is held against the one that comes, which costs the device
+    nothing. A drafter that was wrong twice in a row must be right so before more of it is verified, and is asked again
+    after 1, 2, 4, up to 32 tokens; each time that it is right takes back one that it was not. What the first proposals
+    of earlier answers came to is the prior of the next (``priors``, by type). So where nothing is right, next to
+    nothing is asked and verified.
+    """
+
+    def __init__(self, drafter: Drafter, priors: dict[type, float]) -> None:
+        self._drafter = drafter
+        self._priors = priors
+        self._right, self._tried = priors.setdefault(type(drafter), drafter.prior), 1.0
+        self._new = True
+        self._misses = 0
+        self._rests_until = 0  # a place in the answer
+        self._guess = _NO_GUESS  # a place, and the token there
+
+    @property
+    def share(self) -> float:
+        """Of the tokens, that was right lately."""
+        return self._right / self._tried
+
+    def propose(self, outputs: Sequence[int], most: int) -> Sequence[int]:
+        """What the drafter does, unless it must first be right."""
+        place, token = self._guess
+        if 0 <= place < len(outputs):
+            self.learn(int(outputs[place] == token), int(outputs[place] != token))
+        if len(outputs) < self._rests_until:
+            return ()
+        tokens = self._drafter.propose(outputs, most)
+        self._guess = (len(outputs), tokens[0]) if tokens else _NO_GUESS
+        return tokens if self._misses < _MISSES else ()
+
+    def learn(self, right: int, wrong: int) -> None:
+        """So many of the last proposal's tokens were right, and then so many wrong."""
+        kind = type(self._drafter)
+        if self._new:
+            self._priors[kind] += (bool(right) - self._priors[kind]) * _PACE
+            self._new = False
+        self._right = self._right * _RECENT + right
+        self._tried = self._tried * _RECENT + right + wrong
+        self._misses = min(self._misses, _MISSES) - 1 if right and self._misses else self._misses + (not right)
+        if self._misses >= _MISSES:
+            self._rests_until = self._guess[0] + min(_LONGEST_REST, 1 << self._misses - _MISSES)
+        self._guess = _NO_GUESS
 
 
 class Drafting:
     """One sequence's drafters in their order: the first that proposes anything is verified.
 
-    ``proposed`` and ``accepted`` count the tokens that were verified, and those of them that were right. Where none is
-    verified, the first that is proposed is held against the one that comes: so it is known which are worth a wait.
+    ``proposed`` and ``accepted`` count the tokens that were verified, and those of them that were right.
     """
 
-    def __init__(self, drafters: Sequence[Drafter], vocab_size: int) -> None:
-        """Proposals end before the first token that is not below ``vocab_size``."""
+    def __init__(self, drafters: Sequence[Drafter], vocab_size: int, priors: dict[type, float] | None = None) -> None:
+        """Proposals end before the first token that is not below ``vocab_size``. ``priors`` are what is known of all
+        answers' drafters; new ones come in."""
         self.proposed = self.accepted = 0
-        self._drafters = drafters
         self._vocab_size = vocab_size
-        self._right = [_TRUST * drafter.prior for drafter in drafters]
-        self._tried: list[float] = [_TRUST] * len(drafters)
-        self._who = 0  # whose the last proposal was
-        self._lately = Expected(0.0, 0.0)
-        self._guess: tuple[int, int, int] | None = None  # a place in the answer, the token there, and whose guess it is
+        known = {} if priors is None else priors
+        self._standings = [Standing(drafter, known) for drafter in drafters]
+        self._last = self._standings[0]  # whose the last proposal was
 
     def propose(self, outputs: Sequence[int], most: int) -> Proposal:
         """What is proposed for the next step of an answer so far, maybe nothing."""
-        if self._guess is not None and self._guess[0] < len(outputs):
-            place, token, who = self._guess
-            self._guess = None
-            self._count(who, int(outputs[place] == token), int(outputs[place] != token))
-        for who, drafter in enumerate(self._drafters):
-            tokens = drafter.propose(outputs, most)
+        for each in self._standings:
+            tokens = each.propose(outputs, most)
             if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
                 tokens = list(takewhile(lambda token: 0 <= token < self._vocab_size, tokens))
             if tokens:
-                self._who = who
-                return Proposal(tokens, self._right[who] / self._tried[who])
-        return Proposal((), 0.0)
+                self._last = each
+                return Proposal(tokens, each.share)
+        return _NOTHING
 
     def learn(self, proposed: int, accepted: int) -> None:
-        """What came of the last proposal: how many of its tokens were verified, and how many of these were right."""
-        rows, gain = self._lately
-        self._lately = Expected(rows + (proposed - rows) * _PACE, gain + (accepted - gain) * _PACE)
-        if proposed:
-            self.proposed += proposed
-            self.accepted += accepted
-            self._count(self._who, accepted, int(accepted < proposed))
+        """How many tokens of the last proposal were verified, one or more, and how many of these were right."""
+        self.proposed += proposed
+        self.accepted += accepted
+        self._last.learn(accepted, int(accepted < proposed))
 
     def expected(self, outputs: Sequence[int], unknown: int, most: int) -> Expected:
         """What a step may verify that knows the ``unknown`` tokens that are yet to follow ``outputs``; more than one
-        are those of a draft."""
+        are those of a draft, and then another such is expected."""
         if unknown > 1:
-            return self._lately
-        tokens, share = self.propose(outputs, most + unknown)
-        if not tokens:
-            return Expected(0.0, 0.0)
-        if unknown:
-            self._guess = len(outputs), tokens[0], self._who
-        rows = len(tokens) - unknown
-        return Expected(rows, share**unknown * sum(share**place for place in range(1, rows + 1)))
-
-    def _count(self, who: int, right: int, wrong: int) -> None:
-        self._right[who] = self._right[who] * _RECENT + right
-        self._tried[who] = self._tried[who] * _RECENT + right + wrong
+            share, rows, sure = self._last.share, unknown - 1, 1.0
+        else:
+            tokens, share = self.propose(outputs, most + unknown)
+            if not tokens:
+                return _NO_GAIN
+            rows, sure = max(0, len(tokens) - unknown), share**unknown
+        return Expected(rows, sure * sum(share**place for place in range(1, rows + 1)))

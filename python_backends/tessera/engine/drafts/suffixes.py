@@ -11,11 +11,13 @@ from itertools import takewhile
 
 import numpy as np
 
-from tessera.engine.drafts.alignment import LONGEST, Alignment, SuffixAutomaton
-from tessera.engine.drafts.text import PIECE
+from tessera.engine.drafts.occurrences import Occurrences
 
 PROMPT_TOKENS = 2048  # the last ones of a prompt that are read
+PIECE = 256  # tokens of it read at a call: no step waits for a long prompt
 LEAST = 4  # tokens that must have occurred
+LONGEST = 16  # by which places are told apart
+LATEST = 8  # places of a text that are looked at
 BETWEEN = -1
 """In a token's place: what stands before it is not followed by what comes after it."""
 
@@ -30,27 +32,27 @@ def read_tokens(input_ids: np.ndarray, spans: np.ndarray) -> list[int]:
 
 class EarlierAnswers:
     """The last answers by name: of each name between ``tokens`` and twice as many tokens, of at most ``names`` names;
-    the one that was not used for longest goes first. By default 131,072 tokens, in 50 MB."""
+    the one that was not used for longest goes first. By default 131,072 tokens, in 26 MB."""
 
     def __init__(self, names: int = 16, tokens: int = 4096) -> None:
         self._names, self._tokens = names, tokens
-        self._of: OrderedDict[str, list[SuffixAutomaton]] = OrderedDict()
+        self._of: OrderedDict[str, list[Occurrences]] = OrderedDict()
 
-    def of(self, name: str) -> Sequence[SuffixAutomaton]:
+    def of(self, name: str) -> Sequence[Occurrences]:
         """The newest first."""
-        if name not in self._of:
+        if (kept := self._of.get(name)) is None:
             return ()
         self._of.move_to_end(name)
-        return self._of[name]
+        return kept
 
     def add(self, name: str, answer: Sequence[int]) -> None:
         """Keeps the beginning of an answer that is as long as all that is kept."""
-        kept = self._of.setdefault(name, [SuffixAutomaton()])
+        kept = self._of.setdefault(name, [Occurrences(LEAST)])
         self._of.move_to_end(name)
         if len(self._of) > self._names:
             self._of.popitem(last=False)
         if len(kept[0].tokens) + len(answer) > self._tokens and kept[0].tokens:
-            kept[:] = [SuffixAutomaton(), kept[0]]
+            kept[:] = [Occurrences(LEAST), kept[0]]
         kept[0].extend([*answer[: self._tokens], BETWEEN])
 
 
@@ -65,26 +67,19 @@ class Suffixes:
 
     def __init__(self, prompt: Sequence[int], earlier: EarlierAnswers, name: str) -> None:
         self._unread = list(prompt)
-        self._prompt = SuffixAutomaton()
+        self._prompt = Occurrences(LEAST)
         self._earlier, self._name = earlier, name
-        self._alignments: dict[SuffixAutomaton, Alignment] = {}
-        self._read = 0  # of the answer's tokens
 
     def propose(self, outputs: Sequence[int], most: int) -> list[int]:
-        """As :meth:`tessera.engine.drafts.text.TextDraft.propose`."""
+        """As :meth:`tessera.engine.drafts.drafter.Drafter.propose`."""
         if self._unread:
             self._prompt.extend(self._unread[:PIECE])
             del self._unread[:PIECE]
-        recent = max(0, len(outputs) - LONGEST)  # where to begin in a text that is new
-        known = self._alignments if self._read >= recent else {}
-        texts = (self._prompt, *self._earlier.of(self._name))
-        self._alignments = {text: known.get(text) or Alignment(text) for text in texts}
-        for text, alignment in self._alignments.items():
-            for at in range(self._read if text in known else recent, len(outputs)):
-                alignment.take(outputs, at)
-        self._read = len(outputs)
-        best = max(self._alignments.values(), key=lambda alignment: alignment.length)
-        if best.length < LEAST or best.place is None:
-            return []
-        begin = best.place + 1
-        return list(takewhile(BETWEEN.__ne__, best.automaton.tokens[begin : begin + min(most, best.length)]))
+        last, longest = tuple(outputs[-LEAST:]), 0
+        found: list[int] = []
+        for text in (self._prompt, *self._earlier.of(self._name)):
+            for place in text.behind.get(last, ())[-LATEST:]:
+                agreeing = text.agreeing(place, outputs, len(outputs), LONGEST)
+                if agreeing > longest:
+                    longest, found = agreeing, text.tokens[place : place + min(most, agreeing)]
+        return list(takewhile(BETWEEN.__ne__, found)) if found else found

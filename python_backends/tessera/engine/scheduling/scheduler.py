@@ -164,27 +164,28 @@ class Scheduler:
             for each in self.running
             if each.drafting is not None and each.outputs and not each.in_flight and each.pending == 1
         ]
-        if not able:
+        if not able or blocks.free < len(self.running) + len(able) * (1 + blocks.blocks_for(load.drafts)):
+            return {}
+        proposals = {}
+        for each, drafting in able:
+            proposal = drafting.propose(each.outputs, min(load.drafts, each.max_tokens - len(each.outputs) - 1))
+            if proposal.tokens:
+                proposals[each] = proposal
+        if not proposals:
             return {}
         decoding = sum(each.pending == 1 for each in self.running)
         unread = sum(each.pending for each in self.running) - decoding
         most = min(
             load.max_rows - len(self.running) - len(load.admissible()), (load.max_batched_tokens - decoding) // 2
         )
-        if blocks.free < len(self.running) + len(able) * (1 + blocks.blocks_for(load.drafts)):
-            return {}
-        proposals = [
-            drafting.propose(each.outputs, min(load.drafts, each.max_tokens - len(each.outputs) - 1))
-            for each, drafting in able
-        ]
-        taken = lengths(load, proposals, decoding, decoding + min(unread, budget.full), max(0, most))
-        drafts = {}
-        for (sequence, drafting), proposal, length in zip(able, proposals, taken):
-            if draft := sequence.verifiable(proposal.tokens[:length]) if length else ():
-                drafts[sequence] = draft
-            else:
-                drafting.learn(0, 0)
-        return drafts
+        run = decoding + min(unread, budget.full)
+        taken = lengths(load, list(proposals.values()), decoding, run, max(0, most))
+        drafts = {
+            each: each.verifiable(proposal.tokens[:length])
+            for (each, proposal), length in zip(proposals.items(), taken)
+            if length
+        }
+        return {each: draft for each, draft in drafts.items() if draft}
 
     def _plan_running(
         self, spans: list[ScheduledSpan], budget: StepBudget, drafts: Mapping[Sequence, SequenceType[int]]

@@ -1,4 +1,4 @@
-"""What is proposed, against a twin that looks at every place of the text; no engine, no device."""
+"""What is proposed, against twins that look at every place of the text; no engine, no device."""
 
 from __future__ import annotations
 
@@ -8,30 +8,41 @@ from random import Random
 import numpy as np
 import pytest
 
-from tessera.engine.drafts.alignment import CERTAIN, LONGEST, Alignment, SuffixAutomaton
-from tessera.engine.drafts.suffixes import BETWEEN, PROMPT_TOKENS, EarlierAnswers, Suffixes, read_tokens
-from tessera.engine.drafts.text import NEAR, PIECE, TextDraft
+from tessera.engine.drafts.occurrences import Occurrences
+from tessera.engine.drafts.suffixes import BETWEEN, LEAST, LONGEST, PROMPT_TOKENS, EarlierAnswers, Suffixes, read_tokens
+from tessera.engine.drafts.text import CERTAIN, NEAR, PIECE, TextDraft
+
+
+def agreeing(text: Sequence[int], place: int, answer: Sequence[int]) -> int:
+    """As :meth:`Occurrences.agreeing`, up to 16 tokens."""
+    most = min(place, len(answer), LONGEST)
+    return next(
+        count for count in range(most, -1, -1) if [*text[place - count : place]] == [*answer][len(answer) - count :]
+    )
 
 
 class Twin:
-    """As Alignment: of the ends that are longer by one token at most, the longest that occurs in ``text``."""
+    """As TextDraft."""
 
-    def __init__(self) -> None:
-        self.length, self.place, self.certain = 0, None, -1
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text, self.place, self.agreeing = text, 0, 0
 
-    def take(self, text: Sequence[int], answer: Sequence[int]) -> None:
-        def ends(count: int) -> list[int]:
-            end = list(answer[len(answer) - count :])
-            return [at for at in range(count - 1, len(text)) if list(text[at + 1 - count : at + 1]) == end]
-
-        most = min(self.length + 1, len(answer), len(text))
-        self.length = next((count for count in range(most, 0, -1) if ends(count)), 0)
-        self.place = None
-        if self.length:
-            later = [at for at in ends(min(self.length, LONGEST)) if at > self.certain]
-            self.place = later[0] if later else ends(self.length)[0]
-            if self.length >= CERTAIN:
-                self.certain = self.place
+    def take(self, answer: Sequence[int]) -> None:
+        here, text = self.place, self.text
+        if text[here : here + 1] == [answer[-1]]:
+            self.place, self.agreeing = here + 1, self.agreeing + 1
+            if self.agreeing >= CERTAIN:
+                return
+        else:
+            self.agreeing = 0
+        here, places = self.place, range(len(text) + 1)
+        for place in [*places[here:], *places[:here]]:
+            count = agreeing(text, place, answer)
+            if count > max(1, self.agreeing):
+                self.place, self.agreeing = place, count
+        near = [ahead for ahead in range(NEAR) if text[here + ahead : here + ahead + 1] == [answer[-1]]]
+        if not self.agreeing:
+            self.place, self.agreeing = (here + 1 + near[0], 1) if near else (min(here + 1, len(text)), 0)
 
 
 def answer_like(text: Sequence[int], random: Random, tokens: int) -> list[int]:
@@ -43,48 +54,50 @@ def answer_like(text: Sequence[int], random: Random, tokens: int) -> list[int]:
     return answer
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_longest_end_and_its_place_are_those_of_a_search(seed: int) -> None:
+@pytest.mark.parametrize("order", [2, 4])
+def test_occurrences_are_those_of_a_search_while_the_text_grows(order: int) -> None:
+    random = Random(order)
+    text, whole = Occurrences(order), list[int]()
+    for _ in range(60):
+        piece = [random.randrange(3) for _ in range(random.randrange(4))]
+        text.extend(piece)
+        whole += piece
+    assert text.tokens == whole
+    rows = {tuple(whole[at : at + order]) for at in range(len(whole) + 1 - order)}
+    found = {row: [at for at in range(order, len(whole) + 1) if tuple(whole[at - order : at]) == row] for row in rows}
+    assert text.behind == found and max(map(len, found.values())) > 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_how_much_agrees_is_that_of_a_search(seed: int) -> None:
     random = Random(seed)
-    tokens = random.choice((1, 2, 3, 8))
-    text = [random.randrange(tokens) for _ in range(random.choice((0, 1, 5, 40, 90)))]
-    alignment, twin = Alignment(SuffixAutomaton(text)), Twin()
-    answer = answer_like(text, random, tokens)
-    for at in range(len(answer)):
-        alignment.take(answer, at)
-        twin.take(text, answer[: at + 1])
-        assert (alignment.length, alignment.place) == (twin.length, twin.place), at
+    whole = [random.randrange(2) for _ in range(40)]
+    text, answer = Occurrences(2, whole), [random.randrange(2) for _ in range(30)]
+    for place in range(len(whole) + 1):
+        assert text.agreeing(place, answer, len(answer), LONGEST) == agreeing(whole, place, answer)
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_text_may_grow_while_an_answer_is_aligned(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(40))
+def test_suffixes_are_those_of_a_search(seed: int) -> None:
     random = Random(seed)
     tokens = random.choice((2, 3))
-    automaton = SuffixAutomaton()
-    alignment, twin, answer = Alignment(automaton), Twin(), list[int]()
-    for _ in range(120):
-        if random.random() < 0.5:
-            automaton.extend(random.randrange(tokens) for _ in range(random.randrange(1, 5)))
-        answer.append(random.randrange(tokens))
-        alignment.take(answer, len(answer) - 1)
-        twin.take(automaton.tokens, answer)
-        assert (alignment.length, alignment.place) == (twin.length, twin.place)
-
-
-def test_states_are_fewer_than_twice_the_tokens() -> None:
-    random = Random(3)
-    for text in ([0] * 500, [0, 1] * 250, [random.randrange(2) for _ in range(500)], [*range(500)]):
-        automaton = SuffixAutomaton(text)
-        assert len(automaton.ways) <= 2 * len(text)
-        assert sum(map(len, automaton.ways)) <= 3 * len(text)
-
-
-def test_one_token_of_thousands_of_places_is_not_looked_for_at_all_of_them() -> None:
-    text = [5, 7, 1, 2, 3, *[0, 7] * 2000, 5, 7]
-    alignment, answer = Alignment(SuffixAutomaton(text)), [1, 2, 3, 5, 7]
-    for at in range(len(answer)):
-        alignment.take(answer, at)
-    assert (alignment.length, alignment.place) == (2, 1), "the first of all, which is known without a search"
+    prompt, earlier = [random.randrange(tokens) for _ in range(20)], EarlierAnswers()
+    answers = [[random.randrange(tokens) for _ in range(12)] for _ in range(2)]
+    for answer in answers:
+        earlier.add("a", answer)
+    texts, suffixes = [prompt, [*answers[0], BETWEEN, *answers[1], BETWEEN]], Suffixes(prompt, earlier, "a")
+    for said in range(25):
+        answer = answer_like(prompt, random, tokens)[:said]
+        places = [(agreeing(text, place, answer), text, place) for text in texts for place in range(len(text) + 1)]
+        longest = max(count for count, *_ in places)
+        # Of a text the eight newest places are looked at, and of these the first of the longest.
+        found = []
+        if longest >= LEAST:
+            near = [[each for each in places if each[1] is text and each[0] >= LEAST][-8:] for text in texts]
+            best = max([each for side in near for each in side], key=lambda each: each[0])
+            found = best[1][best[2] : best[2] + min(15, best[0])]
+            found = found[: found.index(BETWEEN)] if BETWEEN in found else found
+        assert suffixes.propose(answer, 15) == found
 
 
 def steps(draft: TextDraft, answer: Sequence[int], most: int = 15) -> int:
@@ -143,16 +156,20 @@ def test_far_token_alone_is_not_believed() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_text_draft_is_that_of_its_twin(seed: int) -> None:
     random = Random(seed)
-    tokens = random.choice((2, 4, 30))
+    tokens = random.choice((4, 8, 30))
     text = [random.randrange(tokens) for _ in range(random.randrange(1, 120))]
-    answer, draft, twin, place = answer_like(text, random, tokens), TextDraft(text), Twin(), -1
+    answer, draft, twin = answer_like(text, random, tokens), TextDraft(text), Twin(text)
     for known in range(len(answer) + 1):
         if known:
-            twin.take(text, answer[:known])
-            near = twin.place is not None and 0 < twin.place - place <= NEAR
-            place = twin.place if twin.length > 1 or near else min(place + 1, len(text))
-        if random.random() < 0.5:  # the engine asks where it wants to
-            assert draft.propose(answer[:known], 5) == text[place + 1 : place + 6]
+            twin.take(answer[:known])
+        if known % 7 == 0 or random.random() < 0.5:  # the engine asks where it wants to
+            assert draft.propose(answer[:known], 5) == text[twin.place : twin.place + 5]
+
+
+def test_what_an_answer_said_long_before_it_was_asked_does_not_matter() -> None:
+    draft = TextDraft(WORDS)
+    assert draft.propose([1] * 500, 3) == []
+    assert draft.propose([*[1] * 500, *WORDS[:30]], 3) == WORDS[30:33]
 
 
 def test_long_draft_is_read_in_pieces() -> None:
