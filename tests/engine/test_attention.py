@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -65,6 +67,22 @@ def test_sdpa_is_attention_written_out(batch, fp8):
         read = storage.read(0, torch.from_numpy(slots_of(blocks, np.arange(context), BLOCK)))
         expected = attention_of(q[row : row + count], *read).flatten(1)
         torch.testing.assert_close(attended[row : row + count], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("samples", [[1, 4, 1, 3], [1, 1, 2, 0], [1, 4, 1, 0]])
+def test_rows_of_one_sequence_are_attended_as_if_each_stood_alone(samples):
+    """As the last layer has them where drafts are verified, beside the one row of a prompt."""
+    storage, table, slots, qkv = random_batch(2, [(9, 1), (14, 5), (0, 6), (21, 3)])
+    backend = create_backend("sdpa", SHAPE, storage)
+    last = table.last(np.array(samples))
+    rows, singles = torch.from_numpy(last.row), table.singles(last)
+    together = step_of(backend, singles, slots, rows)
+    assert len(together.plan.pieces) == sum(count > 1 for count in samples)
+    found = backend.attend(0, qkv, together)
+    for at in range(len(rows)):
+        columns = (singles.row[:1], singles.count[:1], singles.context[at : at + 1], singles.blocks[at : at + 1])
+        one = replace(together, rows=rows[at : at + 1], plan=backend.plan(SpanTable(*columns)))
+        torch.testing.assert_close(found[at], backend.attend(0, qkv, one)[0], atol=1e-5, rtol=1e-5)
 
 
 def test_the_only_head_of_wider_rows_is_stored_in_fp8(monkeypatch):

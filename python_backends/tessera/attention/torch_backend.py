@@ -24,9 +24,9 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The first ``singles`` queries, their slots [singles * length] and mask [singles, 1, 1, length]; then pieces."""
+    """Packed rows of the s queries that stand alone, their slots [s * length] and mask [s, 1, 1, length]; pieces."""
 
-    singles: int
+    singles: slice | torch.Tensor
     slots: torch.Tensor
     mask: torch.Tensor
     pieces: list[_Piece]
@@ -36,30 +36,33 @@ class SdpaBackend(AttentionBackend):
     """The default on the CPU. A group of query heads shares its key head as several queries of one head."""
 
     def plan(self, table: SpanTable) -> _Plan:
-        singles = int((table.count == 1).sum())  # they come first
-        context, size = table.context[:singles, None], self.storage.block_size
+        table = _joined(table)
+        alone, size = table.count == 1, self.storage.block_size
+        context = table.context[alone, None]
         # Behind a context the last position is read again, and masked: what lies there may be NaN.
         positions = np.arange(context.max(initial=0))[None]
         seen = np.minimum(positions, context - 1)
-        slots = slots_of(table.blocks[:singles], seen, size)
+        slots = slots_of(table.blocks[alone], seen, size)
         columns = (table.row, table.count, table.context, table.blocks)
-        pieces = [self._piece(*line) for line in zip(*(column[singles:] for column in columns))]
+        pieces = [self._piece(*line) for line in zip(*(column[~alone] for column in columns))]
         bias = self._bias(positions >= context)[:, None, None]
+        first = alone[: len(context)].all()  # as mostly
+        singles = slice(len(context)) if first else to_device(table.row[alone], self.storage.device)
         return _Plan(singles, to_device(slots.reshape(-1), self.storage.device), bias, pieces)
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if plan.singles:
-            out[: plan.singles] = self._attend_singles(layer, q[: plan.singles], plan)
+        if len(plan.mask):
+            out[plan.singles] = self._attend_singles(layer, q[plan.singles], plan)
         for piece in plan.pieces:
             out[piece.rows] = self._attend_piece(layer, q[piece.rows], k, v, piece)
         return out
 
     def _attend_singles(self, layer: int, q: torch.Tensor, plan: _Plan) -> torch.Tensor:
         kv_heads, head_dim = self.shape.kv_heads, self.shape.head_dim
-        shape = (plan.singles, -1, kv_heads, head_dim)
+        shape = (len(q), -1, kv_heads, head_dim)
         keys, values = (part.view(shape).transpose(1, 2) for part in self.storage.read(layer, plan.slots))
-        grouped = q.view(plan.singles, kv_heads, -1, head_dim)
+        grouped = q.view(len(q), kv_heads, -1, head_dim)
         attended = F.scaled_dot_product_attention(grouped, keys, values, plan.mask, scale=self.scale)
         return attended.reshape(q.shape)
 
@@ -90,3 +93,16 @@ class SdpaBackend(AttentionBackend):
         """0 where a query may look, -inf elsewhere, in the model's dtype."""
         bias = torch.zeros(unseen.shape, dtype=self.storage.dtype, device=self.storage.device)
         return bias.masked_fill_(to_device(unseen, bias.device), float("-inf"))
+
+
+def _joined(table: SpanTable) -> SpanTable:
+    """With queries of one sequence that follow each other as one span, which reads what they see but once."""
+    if len(table.row) < 2:
+        return table
+    begins = table.context - table.count
+    same = (table.blocks[1:] == table.blocks[:-1]).all(1) & (table.row[1:] == table.row[:-1] + table.count[:-1])
+    first = np.flatnonzero(np.append(True, ~(same & (begins[1:] == table.context[:-1]))))
+    if len(first) == len(table.row):
+        return table
+    last = np.append(first[1:], len(table.row)) - 1
+    return SpanTable(table.row[first], np.add.reduceat(table.count, first), table.context[last], table.blocks[first])
