@@ -79,6 +79,7 @@ class Histories:
                     rows.append((place + drafted, line.slot, length + drafted, drafted, following))
             place += 1 + len(sequence.draft)
         ngrams = any(each.request.sampling.no_repeat_ngram_size for each in asking.values())
+        self._widen(max(length for _, _, length, *_ in rows) + 1)
         return Penalties(self, np.array(rows), ngrams)
 
     def _widen(self, width: int) -> None:
