@@ -255,9 +255,9 @@ def test_a_process_ends_once_its_gpu_is_lost_and_says_why(monkeypatch, capfd):
 
 HEAPS = """
 import ctypes, sys, threading
-from tessera.tritonserver import gpu_pool
+from tessera.tritonserver import heaps
 if sys.argv[1] == "limited":
-    gpu_pool.one_per_core()
+    heaps.one_per_core()
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 here, go_on = threading.Barrier(int(sys.argv[2]) + 1), threading.Event()
@@ -281,3 +281,26 @@ def test_a_process_of_many_threads_keeps_few_heaps():
 
     limit = max(2, os.cpu_count() or 1)
     assert heaps("limited") <= limit < heaps("left alone")
+
+
+FAULTS = """
+import resource, sys
+import numpy as np
+from tessera.tritonserver import heaps
+if sys.argv[1] == "kept":
+    heaps.keep_freed()
+for _ in range(10):
+    parts = [np.ones(3 << 20, np.uint8) for _ in range(4)]
+    del parts
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library than glibc")
+def test_a_pictures_memory_is_the_next_ones():
+    def faults(how: str) -> int:
+        command = [sys.executable, "-c", FAULTS, how]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    pages = 4 * (3 << 20) // 4096
+    assert faults("kept") < faults("left alone") - 5 * pages

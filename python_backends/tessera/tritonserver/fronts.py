@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tessera.tritonserver import gpu_pool, tensors
+from tessera.tritonserver import heaps, tensors
 from tessera.tritonserver.failures import KEY as TIMEOUT_KEY
 from tessera.tritonserver.failures import error_response, failure
 from tessera.tritonserver.responder import Channel, Outbox, Responder, Watcher
@@ -51,7 +51,7 @@ class TritonPythonModel:
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        gpu_pool.one_per_core()
+        heaps.one_per_core()
         stage = StageSettings(args)
         self._name, self._streams = stage.stage, stage.decoupled
         self._line = self.open_line(stage.grpc_address)

@@ -11,15 +11,11 @@ So the stage sends that tensor while nothing else allocates there: in answer to 
 config.pbtxt has the server make before the stage is ready (a PING with an empty word; the server skips a warm-up whose
 batch_size is 0, also where a model takes no batches), and before its execute() returns. The server waits for that,
 there is no other request, and what speaks with the server unasked, the metrics and the log, waits for SPEAKING.
-
-How many heaps the C library keeps for this process.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
 from typing import TYPE_CHECKING
 
 from tessera.tritonserver import backend
@@ -46,15 +42,3 @@ def answer_warm_up(responder: Responder, name: str, tensor: torch.Tensor) -> Non
         _LOG.info("sends its first tensor, on %s", tensor.device)
         responder.is_cancelled()  # is queued behind the log's lines: when it comes back, they have gone
         responder.send(backend().InferenceResponse([backend().Tensor.from_dlpack(name, tensor)]), final=True)
-
-
-M_ARENA_MAX = -8  # malloc.h of glibc
-
-
-def one_per_core() -> None:
-    """From now on threads share heaps. Left alone, glibc keeps up to eight a core, each with gaps of its own, so that a
-    process of many threads creeps up by what its requests leave behind. Call it before the threads start; where the C
-    library is another, nothing happens."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_ARENA_MAX, max(2, os.cpu_count() or 1))

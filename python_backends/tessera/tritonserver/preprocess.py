@@ -17,7 +17,7 @@ from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRe
 from tessera.prompt.grammar import grammar
 from tessera.prompt.sampling import POLICY_KEYS, SamplingParameters
 from tessera.settings.stages import PreprocessSettings
-from tessera.tritonserver import leases, tensors
+from tessera.tritonserver import heaps, leases, tensors
 from tessera.tritonserver.failures import deadline_ns, error_response, failure
 from tessera.tritonserver.settings import StageSettings
 
@@ -29,6 +29,7 @@ class TritonPythonModel:
         stage = StageSettings(args)
         settings = stage.read(PreprocessSettings)
         use_one_thread(settings.resize)
+        heaps.keep_freed()
         self._preprocessor = Preprocessor.from_checkpoint(stage.checkpoint, settings)
         # Batch jobs go on with earlier results only where these came from the same checkpoint.
         model_type = read_config(stage.checkpoint).model_type

@@ -15,9 +15,9 @@ import torch
 from tessera.errors import InvalidRequest, end_process_if_lost
 from tessera.models.registry import read_config, spec_of
 from tessera.settings.stages import VisionSettings
-from tessera.tritonserver import backend, leases, tensors
+from tessera.tritonserver import backend, heaps, leases, tensors
 from tessera.tritonserver.failures import deadline_exceeded, error_response, is_over, log_exception
-from tessera.tritonserver.gpu_pool import answer_warm_up, one_per_core
+from tessera.tritonserver.gpu_pool import answer_warm_up
 from tessera.tritonserver.metrics import Counter, Gauge, Renewed, show_weights, write_to_server_log
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.settings import StageSettings
@@ -32,7 +32,8 @@ class TritonPythonModel:
     """tritonserver's interface to one dispatcher: execute() hands over, the answers come from other threads."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        one_per_core()  # what one thread allocates, another sends and frees
+        heaps.one_per_core()  # what one thread allocates, another sends and frees
+        heaps.keep_freed()
         write_to_server_log("vision_encoder")
         stage = StageSettings(args)
         settings = replace(stage.read(VisionSettings), tile_policy=stage.tile_policy)
