@@ -326,7 +326,8 @@ def waits_for_burst(load: Load, budget: StepBudget) -> bool:
     """Whether prompts that wait should go on waiting for others, to share a step with them.
 
     A GPU reads all weights for each step, however few its tokens: W1 117 (3 ms) -> 122 req/s, in FP8 161 (no waiting)
-    and 170 (3 ms) -> 179. Beside long answers 3 ms and not 12: W4b (4-bit) +6 %, first token 94 -> 55 ms.
+    and 170 (3 ms) -> 179. Beside long answers 3 ms and not 12: W4b (4-bit) +6 %, first token 94 -> 55 ms; and no longer
+    than a step of these, which is what sharing can spare.
     """
     if not (load.rules.bursts and load.running and load.waiting):
         return False
@@ -336,7 +337,9 @@ def waits_for_burst(load: Load, budget: StepBudget) -> bool:
         return False
     now = time.monotonic_ns()
     arrivals = [sequence.request.arrival_ns for sequence in load.waiting]
-    gap = BURST_GAP_NS if load.answers_are_short else BURST_GAP_BESIDE_LONG_ANSWERS_NS
+    gap: float = BURST_GAP_NS
+    if not load.answers_are_short:
+        gap = min(BURST_GAP_BESIDE_LONG_ANSWERS_NS, load.costs.step_ns(len(load.running)))
     if now - max(arrivals) > gap or now - min(arrivals) > LONGEST_BURST_NS:
         return False
     return sum(sequence.pending for sequence in load.waiting) < budget.tokens(load.waiting[0].request.sampling.priority)
