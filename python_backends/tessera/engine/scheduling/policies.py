@@ -32,7 +32,7 @@ LEAST_CHUNK_PART = 16
 TILE = 64
 EVEN_PROMPTS = 16
 EVEN_PART = 23 / 32
-_RECENT = 8  # steps; others had company on the GPU
+_RECENT = 8  # steps
 _FORGOTTEN = 512  # steps
 
 
@@ -59,15 +59,17 @@ EVERY_RULE = Rules()
 
 
 class CostModel:
-    """The time of a step by its tokens: of each power of two the fastest of the recent steps, and straight lines
-    between. Where nothing is known a step costs nothing.
+    """The time of a step by its tokens: of each power of two the fastest so far, and straight lines between. Where
+    nothing is known a step costs nothing.
+
+    The fastest, as others have company on the GPU, or wait for the host; and of all so far, as nothing would put right
+    what a few slow ones say of larger steps: those that seem long are not run.
 
     ``measured``: tokens and nanoseconds of steps at start-up.
     """
 
     def __init__(self, measured: Iterable[tuple[int, int]] = ()) -> None:
-        self._recent: dict[int, deque[tuple[float, int]]] = {}  # by power of two: ns a token, tokens
-        self._fastest: dict[int, tuple[float, int]] = {}
+        self._fastest: dict[int, tuple[float, int]] = {}  # by power of two: ns a token, tokens
         self._tokens: list[float] = [0.0]
         self._ns: list[float] = [0.0]
         for tokens, ns in measured:
@@ -75,11 +77,9 @@ class CostModel:
 
     def record(self, tokens: int, ns: int) -> None:
         """A step of this many tokens took this long."""
-        power = (tokens - 1).bit_length()
-        recent = self._recent.setdefault(power, deque(maxlen=_RECENT))
-        recent.append((ns / tokens, tokens))
-        if (fastest := min(recent)) != self._fastest.get(power):
-            self._fastest[power] = fastest
+        power, taken = (tokens - 1).bit_length(), (ns / tokens, tokens)
+        if power not in self._fastest or taken < self._fastest[power]:
+            self._fastest[power] = taken
             known = sorted((tokens, ns_a_token * tokens) for ns_a_token, tokens in self._fastest.values())
             self._tokens = [0.0, *(tokens for tokens, _ in known)]
             # One that was held up, as by a compilation, took no longer by itself than those of more tokens.
