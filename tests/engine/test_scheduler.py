@@ -97,6 +97,8 @@ def test_what_a_step_costs_by_what_steps_took():
     assert [costs.step_ns(tokens) for tokens in (0.5, 1, 64, 160, 256, 512)] == [200, 400, 500, 700, 900, 1800]
     held_up = CostModel([(1, 400), (64, 10**9), (256, 900)])
     assert (held_up.step_ns(64), held_up.step_ns(256)) == (900, 900)  # which makes none of more tokens slower
+    held_up = CostModel([(256, 1000), (1024, 3000), (4096, 60_000)])
+    assert [held_up.step_ns(tokens) for tokens in (4096, 8192)] == [12_000, 24_000]  # nor in proportion to fewer
     costs = CostModel([(100, 1000)])
     for ns, expected in [(3000, 1000)] * 20 + [(900, 900), (1500, 900)]:
         costs.record(100, ns)

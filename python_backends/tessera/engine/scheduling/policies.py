@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
+from operator import mul
 
 from tessera.engine.scheduling.block_manager import BlockManager
 from tessera.engine.sequence import Sequence
@@ -63,7 +64,8 @@ class CostModel:
     nothing is known a step costs nothing.
 
     The fastest, as others have company on the GPU, or wait for the host; and of all so far, as nothing would put right
-    what a few slow ones say of larger steps: those that seem long are not run.
+    what a few slow ones say of larger steps: those that seem long are not run. For the same reason a step takes no
+    longer than one of more tokens, and no longer than smaller ones of as many tokens together.
 
     ``measured``: tokens and nanoseconds of steps at start-up.
     """
@@ -80,10 +82,11 @@ class CostModel:
         power, taken = (tokens - 1).bit_length(), (ns / tokens, tokens)
         if power not in self._fastest or taken < self._fastest[power]:
             self._fastest[power] = taken
-            known = sorted((tokens, ns_a_token * tokens) for ns_a_token, tokens in self._fastest.values())
-            self._tokens = [0.0, *(tokens for tokens, _ in known)]
-            # One that was held up, as by a compilation, took no longer by itself than those of more tokens.
-            self._ns = [0.0, *[*accumulate((ns for _, ns in reversed(known)), min)][::-1]]
+            known = [self._fastest[power] for power in sorted(self._fastest)]
+            counts = [tokens for _, tokens in known]
+            together = map(mul, accumulate((ns_a_token for ns_a_token, _ in known), min), counts)
+            self._tokens = [0.0, *counts]
+            self._ns = [0.0, *[*accumulate(reversed([*together]), min)][::-1]]
 
     def step_ns(self, tokens: float) -> float:
         """How long a step of this many tokens takes; beyond those known in proportion."""
