@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from pathlib import Path
 
 import pytest
+from engine_fakes import EOS, ByteTokenizer, make_request, run, tiny_engine, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tessera.engine.scheduling.scheduler import ScheduledBatch, ScheduledSpan
+from tessera.engine.sequence import Sequence
 from tessera.engine.structured_output.labels import IMPOSSIBLE, LabelScorer, label_token_ids
 from tessera.errors import InvalidRequest
 
@@ -117,3 +121,22 @@ def test_labels_are_tokenized_as_an_answer_begins():
         return [sum(map(ord, text))]
 
     assert label_token_ids("yes", merging) == merging("yes")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_branch_is_read_on_its_own_tokens(ahead):
+    """Not on what the step before found likeliest, though each branch is a token longer than the one before."""
+    prompt, choices = [7, 8, 9], ["ab", "acd", "acee", "acef", "x"]
+    engine = tiny_engine(tiny_model(), eos=(EOS,))
+    engine._runner.async_launch = ahead
+    found = engine.submit(make_request(prompt, choices=choices))
+    run(engine)
+    scorer = LabelScorer.encoded(choices, lambda text: ByteTokenizer().encode(text, False), (EOS,))
+    while not scorer.done:
+        path, children = scorer.branch
+        alone = Sequence(make_request([*prompt, *path], max_tokens=1))
+        alone.block_table = array("q", range(3))
+        logits = engine._runner.logits(ScheduledBatch([ScheduledSpan(alone, 0, alone.prompt_length, 1)]))[0]
+        scorer.observe(logits.log_softmax(0)[list(children)].tolist())
+    for score, expected in zip(found.labels.scores, scorer.answer().scores):
+        assert score["logprob"] == pytest.approx(expected["logprob"], abs=1e-4)

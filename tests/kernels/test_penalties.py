@@ -31,7 +31,8 @@ def lines(device: torch.device, generator: torch.Generator) -> PenaltyLines:
 
 
 def rows_of(rows: list[tuple[int, ...]], ngrams: bool, device: torch.device) -> PenaltyRows:
-    return PenaltyRows(torch.tensor(rows, device=device).T.contiguous(), max(row[2] for row in rows), ngrams)
+    numbers = torch.tensor([(*row, 1) for row in rows], device=device)
+    return PenaltyRows(numbers.T.contiguous(), ngrams)
 
 
 @pytest.mark.parametrize("ngrams", [False, True])

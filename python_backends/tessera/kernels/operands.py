@@ -90,13 +90,12 @@ class PenaltyLines(NamedTuple):
 class PenaltyRows(NamedTuple):
     """Rows of a step's logits that ask for penalties.
 
-    ``numbers`` int64 [4, r]: where each stands among the step's rows, its line, how many tokens of that it knows, and
-    how many of these are a draft's, which the line's echoes do not know. ``width``: the most tokens that one knows;
-    ``ngrams``: whether any may not repeat some.
+    ``numbers`` int64 [5, r]: where each stands among the step's rows, its line, how many tokens of that it knows, how
+    many of these are a draft's, which the line's echoes do not know, and 1, or 0 where it only fills up a graph's rows:
+    its line is then nobody's, of which it knows no token. ``ngrams``: whether any may not repeat some.
     """
 
     numbers: torch.Tensor
-    width: int
     ngrams: bool
 
 

@@ -51,10 +51,11 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
 
 def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: PenaltyRows) -> torch.Tensor:
     """logits of any float dtype [m, vocabulary] -> float32, changed for ``rows`` by their ``lines``."""
-    places, slots, lengths, _ = rows.numbers[:, :, None]
+    places, slots, lengths = rows.numbers[:3, :, None]
     prompts, sizes = lines.facts[:, slots]
     repetition, frequency, presence = lines.amounts[:, slots]
-    held, at = lines.tokens[slots[:, 0], : rows.width].long(), torch.arange(rows.width, device=logits.device)
+    at = torch.arange(int(lengths.max()), device=logits.device)
+    held = lines.tokens[slots[:, 0], : len(at)].long()
     scores = logits.to(torch.float32, copy=True)
     known = (held >= 0) & (at < lengths)
     row, place = known.nonzero().unbind(1)
@@ -75,25 +76,25 @@ def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: PenaltyRows) -> t
 
 def append_tokens(lines: PenaltyLines, rows: PenaltyRows, chosen: torch.Tensor) -> None:
     """Puts ``chosen`` int64 [m] behind the rows' lines, of which no two are the same, and lengthens their echoes."""
-    places, slots, lengths, _ = rows.numbers
+    places, slots, lengths = rows.numbers[:3]
     found = _echoes(lines, rows)
     lines.tokens[slots, lengths] = chosen[places].int()
-    lines.echoes[slots, 1 : rows.width + 1] = _longer(lines, found, slots, lengths)
+    lines.echoes[slots, 1 : found.shape[1] + 1] = _longer(lines, found, slots, lengths)
 
 
 def _echoes(lines: PenaltyLines, rows: PenaltyRows) -> torch.Tensor:
-    """int32 [r, width] for the distances 1..width, a draft's tokens among the rows' own."""
-    _, slots, lengths, drafted = rows.numbers
-    distance = torch.arange(1, rows.width + 1, device=slots.device)
+    """int32 [r, longest] for the distances 1..longest, a draft's tokens among the rows' own."""
+    slots, lengths, drafted = rows.numbers[1:4]
+    distance = torch.arange(1, int(lengths.max()) + 1, device=slots.device)
     begun = (lengths - drafted)[:, None]
-    found = lines.echoes[slots, 1 : rows.width + 1].where(distance < begun, 0)
+    found = lines.echoes[slots, 1 : len(distance) + 1].where(distance < begun, 0)
     for step in range(int(drafted.max())):
         found = _longer(lines, found, slots, lengths - drafted + step).where(step < drafted[:, None], found)
     return found
 
 
 def _longer(lines: PenaltyLines, echoes: torch.Tensor, slots: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """``echoes`` [r, width] of the tokens in front of the places ``at`` [r] -> of those up to there."""
+    """``echoes`` [r, longest] of the tokens in front of the places ``at`` [r] -> of those up to there."""
     before = at[:, None] - torch.arange(1, echoes.shape[1] + 1, device=at.device)
     same = lines.tokens[slots[:, None], before.clamp(min=0)] == lines.tokens[slots, at][:, None]
     return (echoes + 1).where(same & (before >= 0), 0)
