@@ -9,15 +9,14 @@ NAME=drafts`; docs/drafts.md).
     python loadtest/bench drafts replay        pages of MinerU2.5's shape, its drafts accepted as measured by the model
                                                before: `drafts.pages.c10.ratio`
 
-`json` and `off_cost` are of InternVL3-8B's shape with random weights, two servers side by side on shares of a GPU, in
-turns until the ratio is known; with `--below TREE` the server below is that checkout's. Random weights write whatever
-the schema leaves free, up to maxLength. A token is forced where the grammar leaves one alone, and foreseen where the
-library knows the text that must follow and the model writes it in the library's tokens. `exact` starts one server
-after the other, for each of `--places`. On the CPU (`--gpus ""`) figures are `trial.*`, but those of `parse` and
-`acceptance`, which are of the default document model.
+`json` and `off_cost` are of InternVL3-8B's shape with random weights, which write whatever the schema leaves free: two
+servers side by side on shares of a GPU, in turns until the ratio is known; no turn begins after `--seconds`. With
+`--below TREE` the server below is that checkout's. `exact` starts one server after the other, for each of `--places`.
+`parse`, `acceptance` and the place `pages` read pages.pdf, which `drafts_pages` makes, and refuse another. On the CPU
+(`--gpus ""`) figures are `trial.*`, but those of `parse` and `acceptance`, which are of the default document model.
 
-Reads pages.pdf, which `drafts_pages` makes, and refuses another. How long each part takes on an H200 it says as it
-begins; no turn begins after `--seconds`. `parse` takes 10 minutes on two cores.
+On an H200 `json` and `off_cost` take 5 to 7 minutes, `exact` 3 a place, `acceptance` 3, `replay` 6; `parse` takes 10 on
+two cores.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -39,19 +37,13 @@ import figures
 from measuring import Taken, take
 from serving import Running, Setup, add_arguments, serve, setup, setup_notes
 from targets import TesseraAsker
-from turns import Comparison, compare
+from turns import GOAL, Comparison, compare
 from workloads import WORKLOADS, Pictures, Workload
 
 from tessera_client import Answer, Client
 
-DRAFTS = "language_model.drafts"
-MOST = "15"
-"""Tokens of a draft."""
-SHAPE = figures.ROOT / "loadtest" / "shapes" / "internvl3-8b-shape"
-MINERU = figures.ROOT / "loadtest" / "shapes" / "mineru25-shape"
+SHAPE, MINERU = (figures.ROOT / "loadtest" / "shapes" / name for name in ("internvl3-8b-shape", "mineru25-shape"))
 DOCUMENTS = figures.ROOT / "build" / "document_model" / "checkpoint"
-MEMORY = 0.42
-"""Of a GPU, for each of two servers."""
 SCHEMA: dict[str, Any] = json.loads(Path(__file__).with_name("drafts_schema.json").read_text())
 ASKED = "Write down what you see in this room."
 WRONG = "The quick brown fox jumps over the lazy dog, and nobody in this picture has ever seen either of the two. " * 8
@@ -74,40 +66,37 @@ JSON = Job("json", 448, 448, 512, 10, prompts=(ASKED,), more={"json_schema": SCH
 
 def drafting(options: argparse.Namespace, checkpoint: Path, settings: Mapping[str, str] = {}) -> tuple[Setup, Setup]:
     """A server with drafts and one without, or that of another checkout; shapes have random weights."""
-    given = setup(options)
-    above = replace(
-        given,
-        checkpoint=checkpoint,
-        random_weights=given.random_weights or checkpoint in (SHAPE, MINERU),
-        settings={DRAFTS: MOST, **settings, **given.settings},
-    )
-    if not options.below:
-        return above, replace(above, settings={**above.settings, DRAFTS: "0"})
-    known = {name: value for name, value in above.settings.items() if name != DRAFTS}
-    return above, replace(above, settings=known, tree=options.below.resolve())
+    given, off = setup(options), {"language_model.drafts": "0"}
+    shape = given.random_weights or checkpoint in (SHAPE, MINERU)
+    below = replace(given, checkpoint=checkpoint, random_weights=shape, settings={**settings, **given.settings})
+    above = replace(below, settings={"language_model.drafts": "15", **below.settings})
+    if options.below:
+        return above, replace(below, tree=options.below.resolve())
+    return above, replace(below, settings=below.settings | off)
 
 
 @contextmanager
 def both(
     options: argparse.Namespace, checkpoint: Path, repository: Path | None = None
 ) -> Iterator[tuple[Running, Running]]:
-    """The two servers side by side, with drafts and without."""
-    memory = {"gpu_memory": str(MEMORY)} if options.gpus else {}
+    """The two servers side by side, with drafts and without, each on a share of a GPU's memory."""
     with ExitStack() as stack:
-        each = (replace(one, repository=repository) for one in drafting(options, checkpoint, memory))
-        on, off = (stack.enter_context(serve(one)) for one in each)
+        setups = drafting(options, checkpoint, {"gpu_memory": "0.42"} if options.gpus else {})
+        on, off = (stack.enter_context(serve(replace(each, repository=repository))) for each in setups)
         yield on, off
 
 
-def comparison(servers: tuple[Running, Running], ask: Callable[[Running, int], Taken]) -> Comparison:
-    """Of answers a second; ``ask``: a server, with the pictures of a seed."""
-    on, off = (partial(ask, server) for server in servers)
-    return Comparison(on, off, lambda taken: taken.run.requests_s)
-
-
-def ask(options: argparse.Namespace, workload: Workload, server: Running, seed: int) -> Taken:
-    asker = TesseraAsker(server.grpc, workload, seed)
-    return take(asker, options.processes, setup(options).gpus, server.metrics)
+def turns(
+    options: argparse.Namespace,
+    servers: tuple[Running, Running],
+    asked: Mapping[str, Callable[[Running, int], Any]],
+    worth: Callable[[Any], float] = lambda taken: taken.run.requests_s,
+    goal: float = GOAL,
+) -> dict[str, Comparison]:
+    """What is asked, with drafts over without, by a server and the seed of a turn."""
+    compared = {name: Comparison(*(partial(ask, each) for each in servers), worth) for name, ask in asked.items()}
+    compare(compared, options.seconds, goal)
+    return compared
 
 
 def figure_name(options: argparse.Namespace, name: str) -> str:
@@ -116,34 +105,39 @@ def figure_name(options: argparse.Namespace, name: str) -> str:
     return "trial." * (not options.gpus) + f"drafts.{name}" + f".{options.label}" * bool(options.label) + over
 
 
-def both_ways(compared: Comparison) -> dict[str, Any]:
-    """What belongs to a ratio: both ways' answers and tokens a second by turns, without drafts first."""
-    sides = [[taken.run for taken in side] for side in zip(*compared.turns)]
-    rates = {what: [[round(getattr(run, name), 2) for run in side] for side in sides]
-             for what, name in (("answers_s", "requests_s"), ("tok_s", "tokens_s"))}  # fmt: skip
-    return {"ci95": round(compared.ratio.ci95, 4), "turns": len(compared.turns), **rates}
+def emit(options: argparse.Namespace, name: str, found: Comparison, **notes: Any) -> None:
+    """The ratio; `rates`: by turns, without drafts first. A cost is in % of the rate."""
+    ratio, rates = found.ratio, [[round(found.worth(told), 4) for told in side] for side in zip(*found.turns)]
+    notes |= {"turns": len(found.turns), "rates": rates, **setup_notes(options)}
+    value, ci95, unit = round(ratio.value, 4), round(ratio.ci95, 4), "ratio"
+    if name.startswith("off_cost"):
+        value, ci95, unit = round(100 / ratio.value - 100, 3), round(100 * ratio.share, 3), "%"
+    figures.emit(name if name.startswith("drafts.") else figure_name(options, name), value, unit, ci95=ci95, **notes)
+
+
+def ask(options: argparse.Namespace, workload: Workload, server: Running, seed: int) -> Taken:
+    workload = replace(workload, concurrency=options.in_flight or workload.concurrency)
+    return take(TesseraAsker(server.grpc, workload, seed), options.processes, setup(options).gpus, server.metrics)
 
 
 def run_json(options: argparse.Namespace) -> None:
-    with both(options, options.checkpoint or SHAPE) as servers:
-        jobs = {f"c{n}": replace(JSON, concurrency=options.in_flight or n) for n in (10, 64)}
-        compared = {name: comparison(servers, partial(ask, options, job)) for name, job in jobs.items()}
-        compare(compared, options.seconds)
+    checkpoint = options.checkpoint or SHAPE
+    with both(options, checkpoint) as servers:
+        jobs = {f"json.c{n}": replace(JSON, concurrency=n) for n in (10, 64)}
+        compared = turns(options, servers, {name: partial(ask, options, job) for name, job in jobs.items()})
         with Client(servers[0].grpc) as client:
             pictures = Pictures(JSON, random.randrange(1 << 30))
-            answers = [client.ask(pictures.deal(), ASKED, logprobs=0, **JSON.sampling) for _ in range(8)]
-        notes = forced(options.checkpoint or SHAPE, answers) | setup_notes(options)
+            told = [client.ask(pictures.deal(), ASKED, logprobs=0, **JSON.sampling) for _ in range(8)]
+        notes = forced(checkpoint, told)
         for name, found in compared.items():
-            first = ask(options, replace(jobs[name], tokens=1), servers[0], random.randrange(1 << 30))
-            below = fmean(taken.run.requests_s for taken, _ in found.turns)
-            notes["in_flight"] = jobs[name].concurrency
-            ratio, ceiling = round(found.ratio.value, 4), round(first.run.requests_s / below, 4)
-            figures.emit(figure_name(options, f"json.{name}.ratio"), ratio, "ratio", **notes, **both_ways(found))
-            figures.emit(figure_name(options, f"json.{name}.ceiling"), ceiling, "ratio")
+            emit(options, f"{name}.ratio", found, **notes)
+            first = ask(options, replace(jobs[name], tokens=1), servers[0], random.randrange(1 << 30)).run.requests_s
+            ceiling = first / fmean(taken.run.requests_s for taken, _ in found.turns)
+            figures.emit(figure_name(options, f"{name}.ceiling"), round(ceiling, 4), "ratio")
 
 
 def forced(checkpoint: Path, answers: Sequence[Answer]) -> dict[str, int]:
-    """How many of the answers' tokens the grammar leaves no choice, and how many the library foresees."""
+    """How many tokens the answers have, and for how many of these the grammar leaves no choice."""
     import numpy as np
 
     from tessera.engine.structured_output.constraints import Constraints
@@ -154,13 +148,12 @@ def forced(checkpoint: Path, answers: Sequence[Answer]) -> dict[str, int]:
 
     config, tokenizer = read_config(checkpoint), Tokenizer.from_folder(checkpoint)
     constraints = Constraints(tokenizer, config.text.vocab_size, stop_token_ids(config, tokenizer))
-    count = {"tokens": 0, "forced": 0, "foreseen": 0}
+    count = {"tokens": 0, "forced": 0}
     for answer in answers:
         matcher = constraints.matcher(SamplingParameters.parse({"json_schema": SCHEMA}))
         for entry in answer.logprobs:
             count["tokens"] += 1
             count["forced"] += int(np.unpackbits(matcher.mask).sum()) == 1
-            count["foreseen"] += matcher._matcher.compute_ff_tokens()[:1] == [entry["token_id"]]
             matcher.advance(entry["token_id"])
     return count
 
@@ -168,25 +161,19 @@ def forced(checkpoint: Path, answers: Sequence[Answer]) -> dict[str, int]:
 def run_off_cost(options: argparse.Namespace) -> None:
     with both(options, options.checkpoint or SHAPE) as servers:
         jobs = {name: Job(**vars(WORKLOADS[name]), more={"draft": WRONG}) for name in ("W4a", "W4b")}
-        if options.in_flight:
-            jobs = {name: replace(job, concurrency=options.in_flight) for name, job in jobs.items()}
-        compared = {name: comparison(servers, partial(ask, options, job)) for name, job in jobs.items()}
-        compare(compared, options.seconds)
-        for name, found in compared.items():
-            cost, about = 100 * (1 / found.ratio.value - 1), both_ways(found) | setup_notes(options)
-            about["ci95"] = round(100 * found.ratio.share, 3)
-            figures.emit(figure_name(options, f"off_cost.{name}"), round(cost, 3), "%", **about)
+        asked = {name: partial(ask, options, job) for name, job in jobs.items()}
+        for name, found in turns(options, servers, asked, goal=GOAL / 4).items():
+            emit(options, f"off_cost.{name}", found)
 
 
 PARTS = {
-    "json": ("bench.drafts", "run_json", 240),
-    "off_cost": ("bench.drafts", "run_off_cost", 300),
-    "exact": ("bench.drafts_exact", "run", 120),
-    "parse": ("bench.drafts_documents", "run_parse", 480),
-    "acceptance": ("bench.drafts_documents", "run_acceptance", 180),
-    "replay": ("bench.drafts_documents", "run_replay", 300),
+    "json": ("bench.drafts", "run_json"),
+    "off_cost": ("bench.drafts", "run_off_cost"),
+    "exact": ("bench.drafts_exact", "run"),
+    "parse": ("bench.drafts_documents", "run_parse"),
+    "acceptance": ("bench.drafts_documents", "run_acceptance"),
+    "replay": ("bench.drafts_documents", "run_replay"),
 }
-"""Module, function, and about how many seconds it takes on an H200."""
 
 
 def main() -> int:
@@ -200,15 +187,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="after which no turn begins")
     parser.add_argument("--processes", type=int, default=6, help="of the load generator")
     parser.add_argument("--places", nargs="+", default=["rooms"], help="exact: rooms, small_pool, pages")
-    parser.add_argument("--share", type=float, default=1.0, help="exact: of the requests")
+    parser.add_argument("--share", type=float, default=1.0, help="exact, parse, acceptance: of the requests or pages")
     parser.add_argument("--pages", type=Path, default=Path("pages.pdf"), help="what drafts_pages makes")
-    parser.add_argument("--count", type=int, default=200, help="parse, acceptance: pages that are read")
-    parser.add_argument("--each", type=int, default=20, help="parse: pages of a turn")
-    parser.add_argument("--accepted", type=Path, default=Path("drafts.zip"), help="acceptance writes it for replay")
-    parser.add_argument("--tokenizer", type=Path, help="acceptance: a checkpoint's folder, for its vocabulary")
+    parser.add_argument("--accepted", type=Path, default=Path("drafts.zip"), help="what acceptance writes for replay")
     parser.add_argument("--loads", nargs="+", default=["c10", "saturated"], help="replay")
     parser.add_argument("--kind", default="", help="replay: of crops, one alone")
     options = parser.parse_args()
-    module, function, seconds = PARTS[options.part]
-    print(f"about {seconds / 60:.0f} minutes on an H200, and the servers' start", file=sys.stderr, flush=True)
+    module, function = PARTS[options.part]
     return getattr(import_module(module), function)(options) or 0

@@ -13,14 +13,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import inf
-from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
 import figures
+import numpy as np
 import torch
 from closed_loop import PATIENCE_S
 from measuring import counted
@@ -30,6 +29,14 @@ from bench.drafts import DOCUMENTS, SCHEMA, drafting, figure_name
 from tessera_client import Answer, Client, Retry
 
 sys.path.append(str(figures.ROOT / "build" / "default_model"))
+PLACES = {
+    "rooms": (DEFAULT_CHECKPOINT, {"questions": 4524, "schemas": 2000, "sampled": 500, "options": 500}),
+    "small_pool": (DEFAULT_CHECKPOINT, {"options": 600}),
+    "pages": (DOCUMENTS, {"pages": 200}),
+}
+"""A model, and what it is asked: so many of each group."""
+SMALL_POOL = {"language_model.kv_cache_bytes": str(1 << 20)}
+"""Holds a few of the sequences that run."""
 ANSWER = {
     "type": "object",
     "properties": {"answer": {"type": "string", "maxLength": 40}},
@@ -42,8 +49,6 @@ LEAST_EXPECTED = 5.0
 """Answers of a kind; rarer kinds count together."""
 DESCRIBE = "Describe this room."
 OTHER_SEEDS = 1 << 20
-SMALL = str(1 << 20)
-"""Bytes of a cache that holds a few of the sequences that run."""
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"stop": [" and ", ". "]},
     {"min_tokens": 40, "max_tokens": 60},
@@ -64,15 +69,6 @@ class Case(NamedTuple):
     group: str
     messages: list[dict[str, Any]]
     options: dict[str, Any]
-
-    @classmethod
-    def about(cls, group: str, picture: bytes, text: str, **options: Any) -> Case:
-        content = [{"type": "image", "image": picture}, {"type": "text", "text": text}]
-        return cls(group, [{"role": "user", "content": content}], options)
-
-    @property
-    def sampled(self) -> bool:
-        return bool(self.options.get("temperature"))
 
 
 class Difference(NamedTuple):
@@ -109,31 +105,29 @@ def rooms(counts: Counter[str]) -> Iterator[Case]:
     import scene
 
     for number, item in enumerate(scene.heldout()[: max(counts.values())]):
-        room = scene.sample(item.scene_seed, "heldout")
-        picture, dice = scene.encode_jpeg(room), Random(number)
-        if number < counts["questions"]:
-            yield Case.about("questions", picture, item.question, json_schema=ANSWER, max_tokens=64)
-        if number < counts["schemas"]:
-            how = {"temperature": 0.8, "seed": number} if number % 2 else {}
-            schema = random_schema(dice)
-            yield Case.about("schemas", picture, item.question, json_schema=schema, max_tokens=200, **how)
-        if number < counts["sampled"]:
-            how = {"json_schema": SCHEMA, "temperature": 1.0, "seed": number}
-            yield Case.about("sampled", picture, DESCRIBE, max_tokens=300, **how)
-        if number < counts["options"]:
-            how = {"max_tokens": 120, "seed": number, "max_tiles": 1, **OPTIONS[number % len(OPTIONS)]}
-            yield Case.about("options", picture, DESCRIBE, **how, draft=scene.describe(room))
+        room, seed = scene.sample(item.scene_seed, "heldout"), {"seed": number}
+        picture, warm = scene.encode_jpeg(room), {"temperature": 0.8} | seed if number % 2 else {}
+        schema, other = random_schema(Random(number)), OPTIONS[number % len(OPTIONS)]
+        asked: dict[str, tuple[str, dict[str, Any]]] = {
+            "questions": (item.question, {"json_schema": ANSWER, "max_tokens": 64}),
+            "schemas": (item.question, {"json_schema": schema, "max_tokens": 200} | warm),
+            "sampled": (DESCRIBE, {"json_schema": SCHEMA, "temperature": 1.0, "max_tokens": 300} | seed),
+            "options": (DESCRIBE, {"max_tokens": 120, "max_tiles": 1, "draft": scene.describe(room)} | seed | other),
+        }
+        for group, (text, options) in asked.items():
+            if number < counts[group]:
+                content = [{"type": "image", "image": picture}, {"type": "text", "text": text}]
+                yield Case(group, [{"role": "user", "content": content}], options)
 
 
-def ask_all(addresses: Sequence[str], cases: Sequence[Case], in_flight: int) -> list[Answer]:
-    """Their answers, this many at a time, with log probabilities unless they say otherwise."""
+def ask_all(addresses: Sequence[str], cases: Sequence[Case], in_flight: int | None) -> list[Answer]:
+    """Their answers, 64 or this many at a time, with log probabilities unless they say otherwise."""
+    usual, retry = {"temperature": 0, "logprobs": 0}, Retry(attempts=1)
     with (
-        Client(list(addresses), timeout=PATIENCE_S, retry=Retry(attempts=1)) as client,
-        ThreadPoolExecutor(in_flight) as pool,
+        Client(list(addresses), timeout=PATIENCE_S, retry=retry) as client,
+        ThreadPoolExecutor(in_flight or 64) as pool,
     ):
-        usual = {"temperature": 0, "logprobs": 0}
-        asked = lambda case: client.chat(case.messages, **usual | case.options)  # noqa: E731
-        return list(pool.map(asked, cases))
+        return list(pool.map(lambda case: client.chat(case.messages, **usual | case.options), cases))
 
 
 def difference(with_drafts: Answer, without: Answer) -> Difference:
@@ -142,9 +136,10 @@ def difference(with_drafts: Answer, without: Answer) -> Difference:
     for place, (one, other) in enumerate(zip_longest(with_drafts.logprobs or (), without.logprobs or ())):
         if one is None or other is None:
             return Difference(place, inf, off)
+        gap = abs(one["logprob"] - other["logprob"])
         if one["token_id"] != other["token_id"]:
-            return Difference(place, abs(one["logprob"] - other["logprob"]), off)
-        off = max(off, abs(one["logprob"] - other["logprob"]))
+            return Difference(place, gap, off)
+        off = max(off, gap)
     if (with_drafts.text, with_drafts.finish_reason) != (without.text, without.finish_reason):
         return Difference(len(without.logprobs or ()), inf, off)
     return Difference(None, 0.0, off)
@@ -152,19 +147,15 @@ def difference(with_drafts: Answer, without: Answer) -> Difference:
 
 def chi_square(one: Sequence[str], other: Sequence[str]) -> float:
     """The probability that two samples of one distribution differ as much as these; 1 where there is one kind."""
-    counts, kinds = (Counter(one), Counter(other)), Counter([*one, *other])
-    sizes = len(one), len(other)
-    expects = [{kind: size * n / sum(sizes) for kind, n in kinds.items()} for size in sizes]
-    common = [kind for kind in kinds if min(each[kind] for each in expects) >= LEAST_EXPECTED]
-    cells = [[(found[kind], expected[kind]) for kind in common] for found, expected in zip(counts, expects)]
-    for cell, size in zip(cells, sizes):
-        if rest := size - sum(expected for _, expected in cell):
-            cell.append((size - sum(found for found, _ in cell), rest))
-    freedom = len(cells[0]) - 1
-    if freedom < 1:
+    found = np.array([[side.count(kind) for kind in sorted({*one, *other})] for side in (one, other)], float)
+    expected = np.outer(found.sum(1), found.sum(0)) / found.sum()
+    rare = expected.min(0) < LEAST_EXPECTED
+    found, expected = (np.column_stack([each[:, ~rare], each[:, rare].sum(1)]) for each in (found, expected))
+    kinds = expected[0] > 0
+    if kinds.sum() < 2:
         return 1.0
-    square = sum((found - expected) ** 2 / expected for cell in cells for found, expected in cell)
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2.0), torch.tensor(square / 2.0)))
+    square = ((found - expected)[:, kinds] ** 2 / expected[:, kinds]).sum()
+    return float(torch.special.gammaincc(torch.tensor((kinds.sum() - 1) / 2), torch.tensor(square / 2)))
 
 
 def least_probability(one: Sequence[str], other: Sequence[str]) -> float:
@@ -174,44 +165,31 @@ def least_probability(one: Sequence[str], other: Sequence[str]) -> float:
     return min(1.0, len(fields) * min(chi_square(*([repr(r[name]) for r in side] for side in read)) for name in fields))
 
 
-@dataclass(frozen=True)
-class Place:
-    """A model, how its server is set up, and what it is asked: this many of each group."""
+def cases_of(name: str, options: argparse.Namespace) -> list[Case]:
+    """What a place is asked."""
+    from bench.drafts_documents import page_requests
 
-    checkpoint: Path
-    counts: Mapping[str, int]
-    settings: Mapping[str, str] = field(default_factory=dict)
-
-    def cases(self, share: float, pages: Path) -> list[Case]:
-        from bench.drafts_documents import page_cases
-
-        counts = Counter({group: round(share * count) for group, count in self.counts.items()})
-        return list(page_cases(pages, counts["pages"]) if "pages" in counts else rooms(counts))
-
-
-PLACES = {
-    "rooms": Place(DEFAULT_CHECKPOINT, {"questions": 4524, "schemas": 2000, "sampled": 500, "options": 500}),
-    "small_pool": Place(DEFAULT_CHECKPOINT, {"options": 600}, {"language_model.kv_cache_bytes": SMALL}),
-    "pages": Place(DOCUMENTS, {"pages": 200}),
-}
+    counts = Counter({group: round(options.share * count) for group, count in PLACES[name][1].items()})
+    if not counts["pages"]:
+        return list(rooms(counts))
+    return [asked.case for _, page in page_requests(options.pages, counts["pages"]) for asked in page]
 
 
 def run(options: argparse.Namespace) -> int:
     """Asks a server with drafts, then one without, and emits what differs; 1 where anything does."""
     differ = 0
     for name in options.places:
-        place = PLACES[name]
-        above, below = drafting(options, options.checkpoint or place.checkpoint, place.settings)
-        cases = place.cases(options.share, options.pages)
+        checkpoint = options.checkpoint or PLACES[name][0]
+        above, below = drafting(options, checkpoint, SMALL_POOL if name == "small_pool" else {})
+        cases = cases_of(name, options)
         if not options.gpus:  # where nothing may differ, half of them need not tell why
             cases[::2] = [case._replace(options=case.options | {"logprobs": None}) for case in cases[::2]]
         others = [case._replace(options=case.options | {"seed": OTHER_SEEDS + number})
                   for number, case in enumerate(cases) if case.group == "sampled"]  # fmt: skip
         with serve(above) as server:
-            on = ask_all(server.grpc, cases, options.in_flight or 64)
-            notes = proposals(server)
+            on, notes = ask_all(server.grpc, cases, options.in_flight), proposals(server)
         with serve(below) as server:
-            off, drawn = (ask_all(server.grpc, asked, options.in_flight or 64) for asked in (cases, others))
+            off, drawn = (ask_all(server.grpc, asked, options.in_flight) for asked in (cases, others))
         differ += report(name, options, cases, list(map(difference, on, off)), notes)
         if drawn:
             sampled = [answer.text for case, answer in zip(cases, on) if case.group == "sampled"]
@@ -222,9 +200,9 @@ def run(options: argparse.Namespace) -> int:
 
 def proposals(server: Running) -> dict[str, float]:
     """What a server has counted of drafts, and of sequences that gave way."""
-    counts = [counted(url) for url in server.metrics]
-    names = {name for each in counts for name in each if "preempt" in name or "drafted" in name or "accepted" in name}
-    return {name.removeprefix("tessera_"): sum(each[name] for each in counts) for name in sorted(names)}
+    counts = sum(map(counted, server.metrics), Counter[str]())
+    told = ("preempt", "drafted", "accepted")
+    return {name.removeprefix("tessera_"): counts[name] for name in sorted(counts) if any(w in name for w in told)}
 
 
 def report(
@@ -236,19 +214,18 @@ def report(
 ) -> int:
     """Emits, and returns, how many answers differ. On a GPU greedy ones may where two tokens are near: these
     count apart, as sampled ones do, whose distribution is looked at instead. On the CPU none may."""
-    asked, groups = Counter(case.group for case in cases), Counter[str]()
-    apart = {"near_ties": 0, "sampled": 0}
+    groups, apart = Counter[str](), {"near_ties": 0, "sampled": 0}
     for number, (case, each) in enumerate(zip(cases, found)):
         if each.place is None:
             continue
-        kind = "sampled" if case.sampled else "near_ties" if each.gap < NEAR else ""
+        kind = "sampled" if case.options.get("temperature") else "near_ties" if each.gap < NEAR else ""
         if options.gpus and kind:
             apart[kind] += 1
         else:
             groups[case.group] += 1
         shown = {name: value for name, value in case.options.items() if name != "draft"}
         print(f"{case.group} {number}: {each} {shown!s:.200}", file=sys.stderr, flush=True)
-    about = {"asked": dict(asked), "differ": dict(groups), **apart, **notes}
+    about = {"asked": dict(Counter(case.group for case in cases)), "differ": dict(groups), **apart, **notes}
     about["most_logprobs_differ"] = round(max((each.off for each in found), default=0.0), 6)
-    figures.emit(figure_name(options, f"differences.{place}"), sum(groups.values()), "answers", None, 0, **about)
-    return sum(groups.values())
+    figures.emit(figure_name(options, f"differences.{place}"), groups.total(), "answers", None, 0, **about)
+    return groups.total()

@@ -4,69 +4,33 @@ from __future__ import annotations
 
 from seeds import Claim
 
-COMMAND = 'make bench NAME=drafts ARGS="{}"'.format
+
+def _claim(goal: str, what: str, arguments: str, *names: str) -> Claim:
+    return Claim(goal, what, f'make bench NAME=drafts ARGS="{arguments}"', tuple(f"drafts.{name}" for name in names))
+
+
+EXACT = "exact --places rooms"
 GOALS: dict[str, tuple[Claim, ...]] = {
     "No answer changes": (
-        Claim(
-            "0",
-            "answers that are not, token for token, those without drafts",
-            COMMAND("exact --places rooms"),
-            ("drafts.differences.*",),
-        ),
-        Claim(
-            "above 0.01",
-            "how likely samples of one distribution differ as much, over the fields of the schema",
-            COMMAND("exact --places rooms"),
-            ("drafts.chi_square_p*",),
-        ),
+        _claim("0", "answers that are not, token for token, those without drafts", EXACT, "differences.*"),
+        _claim("above 0.01", "how likely samples of one distribution differ as much, over the fields of the schema",
+               EXACT, "chi_square_p*"),
     ),
     "Answers by a JSON schema": (
-        Claim(
-            "2, and 3 over bf03052",
-            "answers a second, 10 in flight; `ceiling`: with answers of one token",
-            COMMAND("json"),
-            ("drafts.json.c10.ratio*", "drafts.json.c10.ceiling"),
-        ),
-        Claim(
-            "1.3, and 2 over bf03052",
-            "the same, 64 in flight",
-            COMMAND("json"),
-            ("drafts.json.c64.ratio*", "drafts.json.c64.ceiling"),
-        ),
+        _claim("2, and 3 over bf03052", "answers a second, 10 in flight; `ceiling`: with answers of one token",
+               "json", "json.c10.ratio*", "json.c10.ceiling"),
+        _claim("1.3, and 2 over bf03052", "the same, 64 in flight", "json", "json.c64.ratio*", "json.c64.ceiling"),
     ),
     "Pages": (
-        Claim(
-            "",
-            "characters of the default model's answers between two that a page's text layer has not at their place",
-            COMMAND("acceptance"),
-            ("drafts.acceptance.*.characters",),
-        ),
-        Claim(
-            "2",
-            "pages a second of MinerU2.5's shape, 10 in flight, drafts accepted as measured; with one kind of crops",
-            COMMAND("replay --loads c10"),
-            ("drafts.pages.c10.ratio", "drafts.pages.*.c10.ratio"),
-        ),
-        Claim(
-            "1.15",
-            "the same, 96 pages in flight",
-            COMMAND("replay --loads saturated"),
-            ("drafts.pages.saturated.ratio",),
-        ),
-        Claim(
-            "2",
-            "`tessera parse` by the default model on a CPU",
-            COMMAND("parse --gpus ''"),
-            ("drafts.cpu.pages.ratio",),
-        ),
+        _claim("", "characters of the default model's answers between two that a page's text layer has not at their "
+               "place", "acceptance", "acceptance.*.characters"),
+        _claim("2", "pages a second of MinerU2.5's shape, 10 in flight, drafts accepted as measured; with one kind of "
+               "crops", "replay --loads c10", "pages.c10.ratio", "pages.*.c10.ratio"),
+        _claim("1.15", "the same, 96 pages in flight", "replay --loads saturated", "pages.saturated.ratio"),
+        _claim("2", "`tessera parse` by the default model on a CPU", "parse --gpus ''", "cpu.pages.ratio"),
     ),
     "What they cost": (
-        Claim(
-            "at most 1 %",
-            "where no draft is right",
-            COMMAND("off_cost"),
-            ("drafts.off_cost.W4a", "drafts.off_cost.W4b"),
-        ),
+        _claim("at most 1 %", "where no draft is right", "off_cost", "off_cost.W4a", "off_cost.W4b"),
     ),
-}
+}  # fmt: skip
 """Claims whose statement is what the figure should be."""

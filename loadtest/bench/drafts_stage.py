@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence as SequenceType
+from itertools import takewhile
 from pathlib import Path
 
 from tessera.engine import engine
@@ -23,28 +24,24 @@ RIGHT, WRONG, NONE = MARKS = 279, 756, 432
 take, start = Sequence.take, messages.start_process
 
 
-class Marked:
+class Marked(engine.TextDraft):
     """In place of a text's drafter."""
 
-    prior = engine.TextDraft.prior
-
-    def __init__(self, tokens: SequenceType[int]) -> None:
-        self._marks = list(tokens)
-
     def propose(self, outputs: SequenceType[int], most: int) -> list[int]:
-        ahead = self._marks[len(outputs) : len(outputs) + most]
-        return ahead[: ahead.index(NONE)] if NONE in ahead else ahead
+        return list(takewhile(NONE.__ne__, self._tokens[len(outputs) : len(outputs) + most]))
 
 
 def taken(sequence: Sequence, chosen: list[SampledToken]) -> list[SampledToken]:
-    """As if the model had chosen what is marked as right. By itself it hardly ever chooses one of the marks."""
-    right = [place < len(sequence.draft) and sequence.draft[place] == RIGHT for place in range(len(chosen))]
+    """As if the model had chosen what is marked as right, whether it was proposed or not. By itself it hardly ever
+    chooses one of the marks, each of which is two letters of the request's draft."""
+    marks, said = sequence.request.sampling.draft or "", len(sequence.outputs)
+    right = (marks[2 * place + 1 : 2 * place + 2] == "=" for place in range(said, said + len(chosen)))
     return take(sequence, [(RIGHT, each[1]) if ours else each for ours, each in zip(right, chosen)])
 
 
 if __name__ == "__main__":
-    engine.TextDraft = Marked  # type: ignore[assignment,misc]
-    Sequence.take = taken  # type: ignore[assignment]
+    engine.TextDraft = Marked  # type: ignore[misc]
+    Sequence.take = taken  # type: ignore[method-assign]
     process.main()
 else:
     from tessera.tritonserver.language_model import TritonPythonModel  # noqa: F401
