@@ -108,8 +108,10 @@ def sample(
     """
     device = logits.device
     reported = [i for i, row in enumerate(rows) if row.parameters.logprobs is not None or row.children]
-    where = to_device(np.array(reported, np.int64), device)
-    logprobs = logits[where].float().log_softmax(dim=-1) if reported else None
+    logprobs = None
+    if reported:
+        where = to_device(np.array(reported, np.int64), device)
+        logprobs = logits[where].float().log_softmax(dim=-1)
     spread = _spread(logits)  # before any token is forbidden
     biased = [(i, *pair) for i, row in enumerate(rows) for pair in row.parameters.logit_bias]
     if biased:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -136,6 +137,8 @@ def main() -> None:
         except TesseraError as error:
             wire.send(error)
             return
+        gc.collect()
+        gc.freeze()  # else what start-up made is looked through now and then, and steps wait 100 ms for that
         slab = None if start.slab is None else start.slab[0](*start.slab[1])
         wire.send(messages.Ready(engine.metrics.snapshot(), engine.weights, engine.weight_bytes))
         EngineServer(wire, engine, slab).serve()
