@@ -15,7 +15,7 @@ from engine_fakes import (
     tokens_of,
 )
 
-from tessera.engine.scheduling.policies import CostModel
+from tessera.engine.scheduling.policies import LONG_NS, CostModel, Load, prompt_tokens
 
 
 def spans_of(runner, step):
@@ -97,14 +97,20 @@ def test_what_a_step_costs_by_what_steps_took():
     assert [costs.step_ns(tokens) for tokens in (0.5, 1, 64, 160, 256, 512)] == [200, 400, 500, 700, 900, 1800]
     held_up = CostModel([(1, 400), (64, 10**9), (256, 900)])
     assert (held_up.step_ns(64), held_up.step_ns(256)) == (900, 900)  # which makes none of more tokens slower
-    held_up = CostModel([(256, 1000), (1024, 3000), (4096, 60_000)])
-    assert [held_up.step_ns(tokens) for tokens in (4096, 8192)] == [12_000, 24_000]  # nor in proportion to fewer
     costs = CostModel([(100, 1000)])
-    for ns, expected in [(3000, 1000)] * 20 + [(900, 900), (1500, 900)]:
+    for ns, expected in [(3000, 1000)] * 7 + [(2000, 2000), (5000, 2000), (1500, 1500)]:
         costs.record(100, ns)
-        assert costs.step_ns(100) == expected  # the fastest of all of about as many tokens
-    costs.record(120, 960)  # 8 a token
-    assert costs.step_ns(100) == pytest.approx(800)
+        assert costs.step_ns(100) == expected  # the fastest of the recent ones of about as many tokens
+    costs.record(120, 1200)  # 10 a token
+    assert costs.step_ns(100) == pytest.approx(1000)
+
+
+def test_a_few_slow_steps_do_not_make_a_full_one_long_for_good():
+    costs = CostModel([(1, 700_000), (1024, 1_500_000)])
+    costs.record(4289, 30_000_000)  # beside a forward of the tower
+    assert costs.step_ns(8192) > LONG_NS > costs.full_step_ns(8192) == 12_000_000
+    load = Load(8192, 256, costs=costs)
+    assert prompt_tokens(load) == 8192
 
 
 @pytest.mark.parametrize(("cache_bytes", "measured"), [(0, [1, 64, 256, 512]), (40_000, [1, 64])])

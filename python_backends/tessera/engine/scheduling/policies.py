@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
-from operator import mul
 
 from tessera.engine.scheduling.block_manager import BlockManager
 from tessera.engine.sequence import Sequence
@@ -33,7 +32,7 @@ LEAST_CHUNK_PART = 16
 TILE = 64
 EVEN_PROMPTS = 16
 EVEN_PART = 23 / 32
-_RECENT = 8  # steps
+_RECENT = 8  # steps; others had company on the GPU
 _FORGOTTEN = 512  # steps
 
 
@@ -60,33 +59,33 @@ EVERY_RULE = Rules()
 
 
 class CostModel:
-    """The time of a step by its tokens: of each power of two the fastest so far, and straight lines between. Where
-    nothing is known a step costs nothing.
-
-    The fastest, as others have company on the GPU, or wait for the host; and of all so far, as nothing would put right
-    what a few slow ones say of larger steps: those that seem long are not run. For the same reason a step takes no
-    longer than one of more tokens, and no longer than smaller ones of as many tokens together.
+    """The time of a step by its tokens: of each power of two the fastest of the recent steps, and straight lines
+    between. Where nothing is known a step costs nothing.
 
     ``measured``: tokens and nanoseconds of steps at start-up.
     """
 
     def __init__(self, measured: Iterable[tuple[int, int]] = ()) -> None:
-        self._fastest: dict[int, tuple[float, int]] = {}  # by power of two: ns a token, tokens
+        self._recent: dict[int, deque[tuple[float, int]]] = {}  # by power of two: ns a token, tokens
+        self._fastest: dict[int, tuple[float, int]] = {}
         self._tokens: list[float] = [0.0]
         self._ns: list[float] = [0.0]
+        self._best_rate = 0.0  # ns a token, of all steps so far
         for tokens, ns in measured:
             self.record(tokens, ns)
 
     def record(self, tokens: int, ns: int) -> None:
         """A step of this many tokens took this long."""
-        power, taken = (tokens - 1).bit_length(), (ns / tokens, tokens)
-        if power not in self._fastest or taken < self._fastest[power]:
-            self._fastest[power] = taken
-            known = [self._fastest[power] for power in sorted(self._fastest)]
-            counts = [tokens for _, tokens in known]
-            together = map(mul, accumulate((ns_a_token for ns_a_token, _ in known), min), counts)
-            self._tokens = [0.0, *counts]
-            self._ns = [0.0, *[*accumulate(reversed([*together]), min)][::-1]]
+        self._best_rate = min(self._best_rate or ns / tokens, ns / tokens)
+        power = (tokens - 1).bit_length()
+        recent = self._recent.setdefault(power, deque(maxlen=_RECENT))
+        recent.append((ns / tokens, tokens))
+        if (fastest := min(recent)) != self._fastest.get(power):
+            self._fastest[power] = fastest
+            known = sorted((tokens, ns_a_token * tokens) for ns_a_token, tokens in self._fastest.values())
+            self._tokens = [0.0, *(tokens for tokens, _ in known)]
+            # One that was held up, as by a compilation, took no longer by itself than those of more tokens.
+            self._ns = [0.0, *[*accumulate((ns for _, ns in reversed(known)), min)][::-1]]
 
     def step_ns(self, tokens: float) -> float:
         """How long a step of this many tokens takes; beyond those known in proportion."""
@@ -98,6 +97,12 @@ class CostModel:
             return longer * tokens / more
         fewer, shorter = self._tokens[place - 1], self._ns[place - 1]
         return shorter + (longer - shorter) * (tokens - fewer) / (more - fewer)
+
+    def full_step_ns(self, tokens: int) -> float:
+        """What the largest step would take at the best rate so far. :meth:`step_ns` might go by a few of other sizes
+        that were slow, as those of a load's first burst are beside the tower, and what seems long is not run: nothing
+        would put it right."""
+        return self._best_rate * tokens
 
 
 class Load:
@@ -222,7 +227,7 @@ def passes_unread(sequence: Sequence, other: Sequence) -> bool:
 def prompt_tokens(load: Load) -> int:
     """How many tokens the next step has where nobody of a better priority waits for it: fewer than all only where a
     full step would be long."""
-    if not load.is_long(load.max_batched_tokens):
+    if load.costs.full_step_ns(load.max_batched_tokens) <= LONG_NS:
         return load.max_batched_tokens
     if not load.answers_are_short:
         return _short_chunk(load) if load.rules.short_chunks else load.max_batched_tokens
