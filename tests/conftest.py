@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,13 +40,28 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Whatever asks for more: the other core has another worker's test, and where a second thread waits for it, a layer
+    of a tiny model takes a hundred times as long. The variable is read by servers that tests start."""
+    os.environ["TESSERA_THREADS"] = "1"
+    torch.set_num_threads(1)
+    torch.set_num_threads = lambda threads: None
+
+
+@pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> None:
-    """Triton's interpreter works out of each whole number whether it overflows, for assertions that are off: a quarter
-    of its time."""
+    """Triton's interpreter spends half of its time on what no test needs: whether each whole number overflows, for
+    assertions that are off, the types of tuples, for the compiler, and a patch of the language, which a launch has
+    made, for each function that a kernel calls."""
     if os.environ.get("TRITON_INTERPRET") and find_spec("triton"):
+        from triton import language
         from triton.runtime import interpreter
 
         interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+        language.core._type_for_tuple_values = lambda values, fields=None: None
+        patch, whole = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": language, "core": language.core})
+        interpreter._patch_lang = lambda function: patch(whole)  # a launch's: of both modules that functions name it by
+        interpreter.InterpretedFunction.__call__ = lambda function, *given, **named: function.rewrite()(*given, **named)
 
 
 REPOSITORY = Path(__file__).resolve().parents[1] / "model_repository"

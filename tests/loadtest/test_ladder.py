@@ -16,6 +16,7 @@ from bench.ladder_report import Ladder
 from bench.ladder_rungs import FLIGHTS, NAMES, jobs
 from bench.ladder_transformers import Turn
 from serving import DEFAULT_CHECKPOINT
+from tiny_checkpoints import hf_native
 from turns import Comparison
 
 from tessera.launcher.settings import set_up
@@ -102,13 +103,14 @@ def test_what_is_wanted_stays_and_the_rest_ends_before_the_next_starts(
 @pytest.mark.server
 def test_a_pair_on_a_cpu(tmp_path: Path, emitted: Any):
     results = tmp_path / "ladder.jsonl"
-    options = ["--checkpoint", str(DEFAULT_CHECKPOINT), "--gpus", "", "--in-flight", "2", "--seconds", "0"]
+    checkpoint = hf_native(tmp_path / "tiny")
+    options = ["--checkpoint", str(checkpoint), "--gpus", "", "--in-flight", "2", "--seconds", "0"]
     wanted = ["--rungs", "tile_policy", "fast_preprocessing", "--jobs", "policy", "--parts", "speed", "report"]
     assert emitted(bench_ladder, *wanted, *options, "--results", str(results)) == {}
     many, one = map(json.loads, results.read_text().splitlines())
     assert (many["rung"], many["below"], many["job"]) == ("tile_policy", "fast_preprocessing", "policy")
     assert (many["in_flight"], one["in_flight"], one["flight"]) == ([2, 2], [1, 1], "one")
-    assert many["prompt_tokens"][0] == 506 > many["prompt_tokens"][1]
+    assert many["prompt_tokens"][0] == 213 > many["prompt_tokens"][1]
     assert one["turns"] == 2 and one["ratio"] > 0 < one["ci95"]
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from bench import tiles
 from bench.ladder_rungs import SHAPE
-from serving import DEFAULT_CHECKPOINT
+from serving import DEFAULT_CHECKPOINT, Running
 
+from tessera.launcher.process import Server
 from tessera.models.registry import family_for, read_config
 
 FIGURE = {
@@ -52,7 +54,10 @@ def test_the_page_holds_what_was_recorded():
 
 
 @pytest.mark.server
-def test_a_trial_on_a_cpu(emitted: Any):
+def test_a_trial_on_a_cpu(server: Server, emitted: Any, monkeypatch: pytest.MonkeyPatch):
+    """Of the server that tests share; the program's own is started as the others' are."""
+    running = Running([server.grpc_url], [server.http_url], [server.metrics_url], "", 0.0)
+    monkeypatch.setattr(tiles, "serve", lambda asked: nullcontext(running))
     asked = ["--gpus", "", "--checkpoint", str(DEFAULT_CHECKPOINT), "--weights", "checkpoint"]
     (figure,) = emitted(tiles, *asked, "--in-flight", "1", "--seconds", "0", "--counts", "1").values()
     assert figure["metric"] == "trial.seeds.tiles_13_to_2.ratio" and figure["turns"] == 2
