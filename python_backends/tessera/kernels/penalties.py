@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 
 from tessera.kernels.fp8 import early_launch, wait_for_previous
-from tessera.kernels.operands import PenaltyLines, PenaltyRows
+from tessera.kernels.operands import PenaltyLines
 
 _BLOCK, _COUNTED = 64, 128  # places of a program at a time, and answered ones that they are compared with
 _MOST_PROGRAMS = 64  # of a row, however long its line is: most of the programs of short ones would find nothing to do
 
 
-def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: PenaltyRows) -> torch.Tensor:
+def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: torch.Tensor) -> torch.Tensor:
     """logits of any float dtype [m, vocabulary], rows contiguous -> float32 [m, vocabulary], changed in ``rows`` alone.
 
     Each token that a row's line holds is penalized once: by the repetition penalty, times or over, then the answer's
@@ -27,25 +27,24 @@ def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: PenaltyRows) -> t
     if logits.stride(1) != 1:
         raise ValueError(f"rows of logits are not contiguous: strides {logits.stride()}")
     scores = logits.to(torch.float32, copy=True)
-    grid, sizes = _grid(lines, rows), (logits.shape[1], *lines.tokens.shape, rows.numbers.shape[1])
+    grid, sizes = _grid(lines, rows), (logits.shape[1], *lines.tokens.shape, rows.shape[1])
     options = {"BLOCK": _BLOCK, **early_launch(logits.device)}
-    given = logits, scores, lines.tokens, lines.facts, lines.amounts, rows.numbers, logits.stride(0)
+    given = logits, scores, lines.tokens, lines.facts, lines.amounts, rows, logits.stride(0)
     _penalize[grid](*given, *sizes, COUNTED=_COUNTED, **options)
-    if rows.ngrams:
-        _forbid[grid](scores, lines.tokens, lines.echoes, lines.facts, rows.numbers, *sizes, **options)
+    _forbid[grid](scores, lines.tokens, lines.echoes, lines.facts, rows, *sizes, **options)
     return scores
 
 
-def append_tokens(lines: PenaltyLines, rows: PenaltyRows, chosen: torch.Tensor) -> None:
+def append_tokens(lines: PenaltyLines, rows: torch.Tensor, chosen: torch.Tensor) -> None:
     """Puts the tokens ``chosen`` int64 [m], by the rows' places, behind their lines, of which no two are the same, and
     lengthens their echoes."""
-    given = lines.tokens, lines.echoes, lines.facts, rows.numbers, chosen, *lines.tokens.shape, rows.numbers.shape[1]
+    given = lines.tokens, lines.echoes, lines.facts, rows, chosen, *lines.tokens.shape, rows.shape[1]
     _append[_grid(lines, rows)](*given, BLOCK=_BLOCK, **early_launch(chosen.device))
 
 
-def _grid(lines: PenaltyLines, rows: PenaltyRows) -> tuple[int, int]:
+def _grid(lines: PenaltyLines, rows: torch.Tensor) -> tuple[int, int]:
     """The same for rows of any length, so that a CUDA graph may hold it."""
-    return min(triton.cdiv(lines.tokens.shape[1], _BLOCK), _MOST_PROGRAMS), rows.numbers.shape[1]
+    return min(triton.cdiv(lines.tokens.shape[1], _BLOCK), _MOST_PROGRAMS), rows.shape[1]
 
 
 @triton.jit

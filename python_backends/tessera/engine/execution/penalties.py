@@ -19,14 +19,14 @@ import torch
 from torch.nn.functional import pad
 
 from tessera.engine.sequence import Sequence
-from tessera.kernels.operands import PenaltyLines, PenaltyRows
+from tessera.kernels.operands import PenaltyLines
 from tessera.kernels.transfer import load, to_device
 from tessera.kernels.tuning import layer_kernels
 
 _LEAST_WIDTH = 256
 _SMALLEST = 1e-30  # of repetition penalties; below it logits would overflow
 _NONE = -2  # in the place of a draft's token where there is none
-_SLOT, _LENGTH, _DRAFTED, _COUNTS, _NUMBERS = range(1, 6)  # of PenaltyRows
+_SLOT, _LENGTH, _DRAFTED, _COUNTS, _NUMBERS = range(1, 6)  # of PenaltyLines' rows
 
 
 class _Line(NamedTuple):
@@ -65,7 +65,7 @@ class Histories:
 
     def of_size(self, size: int) -> Penalties:
         """Those of whatever step was selected last that runs as a graph of this size."""
-        return Penalties(self, self._rows(size), ngrams=True)
+        return Penalties(self, self._rows(size))
 
     def select(self, sequences: SequenceType[Sequence], go_on: bool = False) -> Penalties | None:
         """The penalties of a step that samples tokens for these; None when none asks for any.
@@ -98,16 +98,15 @@ class Histories:
         numbers = np.array(rows).T
         self._longest = int(numbers[_LENGTH].max())
         self._widen(self._longest + 1)
-        ngrams = any(each.request.sampling.no_repeat_ngram_size for each in asking.values())
         drafts = numbers if place > len(sequences) else None
         size = next((size for size in self._sizes if size >= place), None)
         if drafts is not None or size is None:
-            return Penalties(self, to_device(numbers[:_NUMBERS], self.device), ngrams, drafts)
+            return Penalties(self, to_device(numbers[:_NUMBERS], self.device), drafts)
         filled = np.zeros((_NUMBERS, size), np.int64)
         filled[_SLOT] = self._nobody
         filled[:, : len(rows)] = numbers[:_NUMBERS]
         load(self._rows(size), filled)
-        return Penalties(self, self._rows(size), ngrams)
+        return Penalties(self, self._rows(size))
 
     def _rows(self, size: int) -> torch.Tensor:
         """Where the numbers stand of a step that runs as a graph of this size, int64 [5, size]."""
@@ -149,15 +148,12 @@ class Penalties:
     """One step's: :meth:`applied` before its tokens are chosen, :meth:`append` afterwards; then they are those of the
     next step, if the same sequences go on and nothing was drafted."""
 
-    def __init__(
-        self, histories: Histories, numbers: torch.Tensor, ngrams: bool, drafts: np.ndarray | None = None
-    ) -> None:
-        """``numbers`` and ``ngrams``: see :class:`PenaltyRows`; a sequence has its rows behind each other. ``drafts``:
-        the numbers again, on the host, and the draft's token behind each row."""
+    def __init__(self, histories: Histories, rows: torch.Tensor, drafts: np.ndarray | None = None) -> None:
+        """``rows``: see :class:`PenaltyLines`; those of a sequence stand behind each other. ``drafts``: the rows again,
+        on the host, and the draft's token behind each."""
         self._histories = histories
         self._kernels = layer_kernels(histories.device.type)
-        self.rows = PenaltyRows(numbers, ngrams)
-        self._drafts = drafts
+        self._rows, self._drafts = rows, drafts
         if drafts is not None:
             written = drafts[[_SLOT, _LENGTH, _NUMBERS]][:, drafts[_NUMBERS] != _NONE]
             lines, at, tokens = to_device(written, histories.device)
@@ -165,15 +161,15 @@ class Penalties:
 
     def applied(self, logits: torch.Tensor) -> torch.Tensor:
         """logits of any float dtype [m, vocabulary] -> float32, changed for the rows that ask for it."""
-        return self._kernels.penalized(logits, self._histories.lines, self.rows)
+        return self._kernels.penalized(logits, self._histories.lines, self._rows)
 
     def append(self, chosen: torch.Tensor) -> None:
         """``chosen`` int64 [m]: the step's tokens; where a draft was, those that it was right about, and the next."""
-        numbers, ngrams = self.rows
+        rows = self._rows
         if self._drafts is not None:
-            numbers = numbers[:, _last_right(chosen[numbers[0]], *self._drafts[[_DRAFTED, _NUMBERS]])].contiguous()
-        self._kernels.append_tokens(self._histories.lines, PenaltyRows(numbers, ngrams), chosen)
-        numbers[_LENGTH].add_(numbers[_COUNTS])
+            rows = rows[:, _last_right(chosen[rows[0]], *self._drafts[[_DRAFTED, _NUMBERS]])].contiguous()
+        self._kernels.append_tokens(self._histories.lines, rows, chosen)
+        rows[_LENGTH].add_(rows[_COUNTS])
 
 
 def _last_right(chosen: torch.Tensor, drafted: np.ndarray, following: np.ndarray) -> torch.Tensor:
