@@ -87,9 +87,8 @@ def test_pictures_of_any_shape_beside_others(model: Qwen3VLVisionModel, tower: Q
     torch.testing.assert_close(tower(given, wires(GRIDS)), rows, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("grids", [[(2, 2)], [(6, 8)], [(6, 4), (2, 2), (8, 6)], [(8, 16)]], ids=str)
 @torch.inference_mode()
-def test_graphs_give_the_rows_of_the_plain_forward(tower: Qwen3ViT, grids: list[tuple[int, int]]) -> None:
+def test_graphs_give_the_rows_of_the_plain_forward(tower: Qwen3ViT) -> None:
     pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
     from tessera.models.qwen2_vl.patch_graphs import PatchGraphs
 
@@ -97,7 +96,8 @@ def test_graphs_give_the_rows_of_the_plain_forward(tower: Qwen3ViT, grids: list[
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tower = tower.to(device)
     graphs = PatchGraphs(tower, device, [48, 128], [plan], PLAIN, tower)
-    for which in ([(8, 14)], grids):  # what lies in the buffers must not matter
+    # What the one before left in the buffers must not matter.
+    for which in ([(8, 14)], [(2, 2)], [(6, 8)], [(6, 4), (2, 2), (8, 6)], [(8, 16)]):
         given = pixels(which).to(device)
         expected = tower(given, wires(which))
         close = 2e-5 * float(expected.abs().max())
