@@ -150,6 +150,16 @@ def test_same_tokens_after_preemption(ran):
     assert engine.metrics.preemptions > 0 and ran["run"] > 0 and ran["greedy"] > 0 and ran["hidden"] > 0
 
 
+def test_rows_that_fill_up_a_graph_are_nobodys(ran):
+    """Answers end one after the other; the last line is the first that there is."""
+    made = requests(max_tokens=9, **PENALIZED | dict(repetition_penalty=0.1))
+    made = [replace(each, sampling=replace(each.sampling, max_tokens=2 + 3 * n)) for n, each in enumerate(made)]
+    runner = make_engine(attention="sdpa", async_launch=False, prefix_cache="off")._runner
+    expected = [plain_answer(runner, request) for request in made]
+    assert answers(make_engine(graphs=(4,)), made) == expected
+    assert ran["greedy"] > 0 and not ran["hidden"]
+
+
 def test_sizes_of_graphs():
     assert prompt_sizes(40, 1) == [40] and prompt_sizes(100, 1) == [64, 100] and prompt_sizes(8192, 1)[-1] == 8192
     assert (
