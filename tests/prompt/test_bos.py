@@ -64,8 +64,9 @@ def test_bos_of_every_published_size(tmp_path: Path, size: Size, stated: dict[st
     ids, tokenizer = prompt_ids(twin(tmp_path, size, stated))
     expected = stated.get("add_bos_token", BY_DEFAULT[size.tokenizer])
     start = tokenizer.token_id("<|system|>" if size.template == "phi3-chat" else "<|im_start|>")
-    assert ids[: 1 + expected] == ([tokenizer.bos_id, start] if expected else [start])
-    assert ids.count(tokenizer.bos_id) == int(expected)
+    bos = tokenizer.token_id(tokenizer.named.get("bos_token", ""))
+    assert ids[: 1 + expected] == ([bos, start] if expected else [start])
+    assert ids.count(bos) == int(expected)
 
 
 EOS = [{"add_bos_token": bos, "add_eos_token": eos} for bos in (True, False) for eos in (True, False)]
@@ -116,7 +117,7 @@ def test_a_post_processor_beside_it_states_it(tmp_path: Path, name: str | None, 
     backend.save(str(tmp_path / "tokenizer.json"))
     folders.write(tmp_path, "tokenizer_config.json", {"tokenizer_class": name, "bos_token": "<s>"})
     tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.prefix_ids == ([tokenizer.bos_id] if adds else [])
+    assert tokenizer.prefix_ids == ([tokenizer.token_id("<s>")] if adds else [])
 
 
 @pytest.mark.parametrize(

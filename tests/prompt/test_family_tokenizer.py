@@ -94,7 +94,7 @@ def test_internlm2_files(tmp_path: Path) -> None:
     ours = Tokenizer.from_folder(tmp_path)
     assert ours.encode("<|im_start|>user\nhi<|im_end|>") == [size + 8, *reference.encode("user\nhi"), size + 7]
     assert ours.encode("<img>", special=False) == reference.encode("<img>")
-    assert (ours.bos_id, ours.eos_id, ours.vocab_size) == (1, 2, size + 12)
+    assert (ours.token_id("<s>"), ours.eos_id, ours.vocab_size) == (1, 2, size + 12)
     assert ours.decode([size + 8, *reference.encode("user")]) == "user"
     assert ours.decode([size + 3, size + 100, -1]) == ""
     assert ours.prefix_ids == [1]

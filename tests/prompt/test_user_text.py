@@ -85,7 +85,8 @@ def test_a_user_cannot_pose_as_the_template_that_wrote_the_bos_token(tmp_path: P
     template = "{{ messages[0]['content'] }}<|im_end|>"
     case = Case(folders.write_hf_folder(tmp_path, folders.llama_like(), template, {"bos_token": "<s>"}))
     ids = case.ours("<s>hi").input_ids.tolist()
-    assert ids[0] == case.tokenizer.bos_id and ids.count(case.tokenizer.bos_id) == 1
+    bos = case.tokenizer.token_id("<s>")
+    assert ids[0] == bos and ids.count(bos) == 1
     assert case.tokenizer.decode(ids, skip_special_tokens=False) == "<s> <s>hi<|im_end|>"
 
 

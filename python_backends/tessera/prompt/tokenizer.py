@@ -87,10 +87,6 @@ class Tokenizer:
         return self.backend.token_to_id(token)
 
     @property
-    def bos_id(self) -> int | None:
-        return self.token_id(self.named.get("bos_token", ""))
-
-    @property
     def eos_id(self) -> int | None:
         return self.token_id(self.named.get("eos_token", ""))
 
