@@ -44,7 +44,7 @@ class Ours:
         return cls(
             Preprocessor.from_checkpoint(checkpoint, PreprocessSettings()),
             VisionEncoder.from_checkpoint(checkpoint, VisionSettings(threads=2)),
-            Engine.from_checkpoint(checkpoint, EngineConfig(dtype="float32", threads=2)),
+            Engine.from_checkpoint(checkpoint, EngineConfig(dtype="float32", threads=2, max_sequences=1)),
         )
 
     def request(self, asked: PreprocessRequest, sampling: SamplingParameters) -> tuple[Prepared, Request]:
