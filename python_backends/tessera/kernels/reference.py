@@ -16,6 +16,7 @@ from tessera.kernels.operands import (
     PagedCache,
     Partials,
     PenaltyLines,
+    PenaltyRows,
     Routing,
     StoredWeights,
     finished,
@@ -48,13 +49,12 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(highest - lowest < float("inf"), logits.argmax(dim=-1), -1)
 
 
-def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: torch.Tensor) -> torch.Tensor:
+def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: PenaltyRows) -> torch.Tensor:
     """logits of any float dtype [m, vocabulary] -> float32, changed for ``rows`` by their ``lines``."""
-    places, slots, lengths = rows[:3, :, None]
+    places, slots, lengths, _ = rows.numbers[:, :, None]
     prompts, sizes = lines.facts[:, slots]
     repetition, frequency, presence = lines.amounts[:, slots]
-    at = torch.arange(int(lengths.max()), device=logits.device)
-    held = lines.tokens[slots[:, 0], : len(at)].long()
+    held, at = lines.tokens[slots[:, 0], : rows.width].long(), torch.arange(rows.width, device=logits.device)
     scores = logits.to(torch.float32, copy=True)
     known = (held >= 0) & (at < lengths)
     row, place = known.nonzero().unbind(1)
@@ -66,33 +66,34 @@ def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: torch.Tensor) -> 
     values -= frequency[row, 0] * counts
     values -= torch.where(counts > 0, presence[row, 0], 0.0)
     scores[index] = values  # a token's places all hold the same value
-    echoes = _echoes(lines, rows).gather(1, (lengths - 1 - at).clamp(min=0))
-    row, place = (known & (sizes > 0) & (echoes >= sizes - 1)).nonzero().unbind(1)
-    scores[places[row, 0], held[row, place]] = torch.finfo(torch.float32).min
+    if rows.ngrams:
+        echoes = _echoes(lines, rows).gather(1, (lengths - 1 - at).clamp(min=0))
+        row, place = (known & (sizes > 0) & (echoes >= sizes - 1)).nonzero().unbind(1)
+        scores[places[row, 0], held[row, place]] = torch.finfo(torch.float32).min
     return scores
 
 
-def append_tokens(lines: PenaltyLines, rows: torch.Tensor, chosen: torch.Tensor) -> None:
+def append_tokens(lines: PenaltyLines, rows: PenaltyRows, chosen: torch.Tensor) -> None:
     """Puts ``chosen`` int64 [m] behind the rows' lines, of which no two are the same, and lengthens their echoes."""
-    places, slots, lengths = rows[:3]
+    places, slots, lengths, _ = rows.numbers
     found = _echoes(lines, rows)
     lines.tokens[slots, lengths] = chosen[places].int()
-    lines.echoes[slots, 1 : found.shape[1] + 1] = _longer(lines, found, slots, lengths)
+    lines.echoes[slots, 1 : rows.width + 1] = _longer(lines, found, slots, lengths)
 
 
-def _echoes(lines: PenaltyLines, rows: torch.Tensor) -> torch.Tensor:
-    """int32 [r, longest] for the distances 1..longest, a draft's tokens among the rows' own."""
-    slots, lengths, drafted = rows[1:4]
-    distance = torch.arange(1, int(lengths.max()) + 1, device=slots.device)
+def _echoes(lines: PenaltyLines, rows: PenaltyRows) -> torch.Tensor:
+    """int32 [r, width] for the distances 1..width, a draft's tokens among the rows' own."""
+    _, slots, lengths, drafted = rows.numbers
+    distance = torch.arange(1, rows.width + 1, device=slots.device)
     begun = (lengths - drafted)[:, None]
-    found = lines.echoes[slots, 1 : len(distance) + 1].where(distance < begun, 0)
+    found = lines.echoes[slots, 1 : rows.width + 1].where(distance < begun, 0)
     for step in range(int(drafted.max())):
         found = _longer(lines, found, slots, lengths - drafted + step).where(step < drafted[:, None], found)
     return found
 
 
 def _longer(lines: PenaltyLines, echoes: torch.Tensor, slots: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """``echoes`` [r, longest] of the tokens in front of the places ``at`` [r] -> of those up to there."""
+    """``echoes`` [r, width] of the tokens in front of the places ``at`` [r] -> of those up to there."""
     before = at[:, None] - torch.arange(1, echoes.shape[1] + 1, device=at.device)
     same = lines.tokens[slots[:, None], before.clamp(min=0)] == lines.tokens[slots, at][:, None]
     return (echoes + 1).where(same & (before >= 0), 0)
