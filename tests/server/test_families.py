@@ -25,7 +25,7 @@ CHATS: tuple[tuple[list[str | int], ...], ...] = (
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("family", [name for name in NEW if "experts" not in name])  # a body's affair, not a stage's
+@pytest.mark.parametrize("family", NEW)
 def test_answers_about_some_pictures_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     folder, tiny = tmp_path / "checkpoint", NEW[family]
     model, theirs, pictures = tiny.write(folder), tiny.processor(folder), [picture(*size, 1) for size in tiny.pictures]
