@@ -34,7 +34,7 @@ PLACES = {
     "small_pool": (DEFAULT_CHECKPOINT, {"options": 600}),
     "pages": (DOCUMENTS, {"pages": 200}),
 }
-"""A model, and what it is asked: so many of each group."""
+"""A model, and how many requests of each group it is asked."""
 SMALL_POOL = {"language_model.kv_cache_bytes": str(1 << 20)}
 """Holds a few of the sequences that run."""
 ANSWER = {

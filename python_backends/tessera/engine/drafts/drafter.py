@@ -83,7 +83,7 @@ class Standing:
         return tokens if self._misses < _MISSES else ()
 
     def learn(self, right: int, wrong: int) -> None:
-        """So many of the last proposal's tokens were right, and then so many wrong."""
+        """How many of the last proposal's tokens were right, and how many behind them wrong."""
         kind = type(self._drafter)
         if self._new:
             self._priors[kind] += (bool(right) - self._priors[kind]) * _PACE

@@ -28,7 +28,7 @@ class TextDraft:
         self._pairs = Occurrences(2)
         self._read = 0  # of the answer's tokens
         self._place = 0  # in the draft, behind the last of them
-        self._agreeing = 0  # so many before that place are the answer's
+        self._agreeing = 0  # how many tokens before that place are the answer's
 
     def propose(self, outputs: Sequence[int], most: int) -> list[int]:
         """At most this many tokens, maybe none, for an answer so far that only ever grows."""
