@@ -100,7 +100,7 @@ def curl(port: int) -> str:
     ask = '{"type": "text", "text": "How many pictures are there?"}'
     return (
         """{ printf '{"model": "vlm", "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": """
-        f"""{{"url": "data:image/jpeg;base64,'; base64 -w0 docs/answers.jpg; printf '"}}}}, {ask}]}}]}}'; }} \\\n"""
+        f"""{{"url": "data:image/webp;base64,'; base64 -w0 docs/answers.webp; printf '"}}}}, {ask}]}}]}}'; }} \\\n"""
         f"""    | curl -s http://localhost:{port}/v1/chat/completions -H "Content-Type: application/json" -d @-"""
     )
 

@@ -25,7 +25,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +125,8 @@ def parse(text: str) -> tuple[Client, list[Page]]:
     """A ``set.json``."""
     told = json.loads(text)
     pages = [
-        Page(
-            page["name"],
-            tuple(Request(**each | {"box": each["box"] and tuple(each["box"])}) for each in page["requests"]),
-        )
-        for page in told["pages"]
+        Page(name, tuple(Request(kind, tokens, box and tuple(box), *draft) for kind, tokens, box, *draft in requests))
+        for name, requests in told["pages"]
     ]
     return Client(**told["client"] | {"layout_size": tuple(told["client"]["layout_size"])}), pages
 
@@ -159,7 +156,7 @@ def write(path: Path, client: Client, pages: Iterable[tuple[Page, Image.Image]])
             buffer = io.BytesIO()
             picture.save(buffer, "WEBP", lossless=True, quality=100, method=4)
             file.writestr(zipfile.ZipInfo(f"{number}.webp"), buffer.getvalue())
-            told.append(asdict(page))
+            told.append(astuple(page))
         file.writestr(zipfile.ZipInfo("set.json"), json.dumps({"client": asdict(client), "pages": told}))
 
 

@@ -8,6 +8,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,11 +107,12 @@ def picture(rows: Mapping[str, Trace], title: str, ms: float = WINDOW_MS) -> str
         top = TOP + ROW * number
         chart.text(LEFT, top + 18, name)
         for kind, colour in KINDS.items():
-            path, end = f"M0 {top + ROW - 6 - BAR / 2:g}", 0.0
-            for x, width in bars(chart, trace, kind):
-                path += f"m{x - end:.1f} 0h{width:g}"
-                end = x + width
-            chart.parts.append(f'<path d="{path}" stroke="{colour}" stroke-width="{BAR}"/>')
+            edges = [0.0, *(edge for x, width in bars(chart, trace, kind) for edge in (x, x + width))]
+            dashes = " ".join(f"{10 * (after - before):.0f}" for before, after in pairwise([0.0, *edges]))
+            chart.parts.append(
+                f'<path d="M0 {top + ROW - 6 - BAR / 2:g}h{WIDTH}" pathLength="{10 * WIDTH}" stroke="{colour}" '
+                f'stroke-width="{BAR}" stroke-dasharray="{dashes} {10 * WIDTH}"/>'
+            )
     return chart.svg()
 
 
@@ -120,7 +122,7 @@ def bars(chart: Chart, trace: Trace, kind: str) -> list[tuple[float, float]]:
     for kernel in trace.kernels:
         if kernel.kind != kind:
             continue
-        begin, end = chart.x(kernel.began), chart.x(kernel.ended)
+        begin, end = round(chart.x(kernel.began), 1), chart.x(kernel.ended)
         if found and begin - sum(found[-1]) <= GAP:
             begin = found[-1][0]
             end = max(end, sum(found.pop()))

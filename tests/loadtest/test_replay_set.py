@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def test_a_set_is_made_of_the_packages_pages(
         Page(f"{name} 2", (Request("[default]", 30), Request("[default]", 7, (1, 2, 3, 4)))),
         Page(f"{name} 1", ()),
     ]
-    recorded = {"client": asdict(CLIENT), "pages": [asdict(page) for page in pages]}
+    recorded = {"client": asdict(CLIENT), "pages": [astuple(page) for page in pages]}
     (tmp_path / "recorded.json").write_text(json.dumps(recorded))
     monkeypatch.setattr(replay_set, "RECORDED", tmp_path / "recorded.json")
     for out in ("set.zip", "again.zip"):

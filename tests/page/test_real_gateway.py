@@ -37,7 +37,6 @@ def test_questions_about_a_picture(page: Browser, picture: Path) -> None:
     answer = page.until_answered()
     assert len(answer.split()) > 3 and not page.shows("problem")
     assert f"({cut[1]} of the picture)" in page("usage").text
-    page.keep_screenshot("light")
 
     page.ask("What hazard is there?", ", ".join(HAZARDS))
     best = page.until_answered()
