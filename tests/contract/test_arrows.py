@@ -38,6 +38,7 @@ BLOCKED = {
     "tessera.engine.structured_output.labels": "torch numpy tessera.prompt",
     "tessera.engine.engine": "torch tokenizers",
     "tessera.engine.scheduling": "torch",
+    "tessera.cascade": f"{_NO_TORCH} numpy tessera.prompt {_ABOVE}",
     "tessera.tritonserver": f"{_HEAVY} triton_python_backend_utils".replace("cv2 ", "").replace(" tritonclient", ""),
     "tessera.tritonserver.fronts": f"torch triton_python_backend_utils {_ABOVE.replace('tessera.tritonserver ', '')}",
     "tessera.launcher": "torch numpy tritonclient triton_python_backend_utils pytriton",
