@@ -15,7 +15,7 @@ from tessera.kernels.penalties import append_tokens, penalized
 
 VOCABULARY, WIDTH = 40, 200
 # Of each row: its place in the step, its line, the tokens that it knows, those of them that are a draft's.
-ROWS = [(6, 4, 0, 0), (0, 0, 1, 0), (2, 5, 64, 0), (5, 2, 130, 0), (3, 1, 199, 2), (1, 3, 70, 1), (7, 3, 72, 3)]
+ROWS = [(6, 4, 0, 0), (0, 0, 1, 0), (2, 5, 64, 0), (5, 2, 130, 0), (3, 1, 199, 1), (1, 3, 70, 1), (7, 3, 72, 3)]
 PROMPTS, SIZES = [1, 128, 3, 1, 0, 60], [3, 0, 2, 3, 0, 1]  # of each line
 
 

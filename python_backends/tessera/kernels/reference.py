@@ -88,7 +88,8 @@ def _echoes(lines: PenaltyLines, rows: PenaltyRows) -> torch.Tensor:
     begun = (lengths - drafted)[:, None]
     found = lines.echoes[slots, 1 : rows.width + 1].where(distance < begun, 0)
     for step in range(int(drafted.max())):
-        found = _longer(lines, found, slots, lengths - drafted + step).where(step < drafted[:, None], found)
+        at = torch.minimum(lengths - drafted + step, lengths - 1)  # of rows with shorter drafts, which keep theirs
+        found = _longer(lines, found, slots, at).where(step < drafted[:, None], found)
     return found
 
 
