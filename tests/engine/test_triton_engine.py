@@ -138,14 +138,26 @@ def test_a_step_with_anything_but_greedy_choice_runs_its_layers_as_a_graph(asked
 
 
 def test_same_tokens_after_preemption(ran):
-    """And under penalties on tokens that the host does not know yet."""
+    """And under penalties on tokens that the host does not know yet: of all but one, and before and after the first
+    that may be a stop token."""
     block = 2 * BLOCK * 2 * 16 * 4
-    made = requests(max_tokens=9, **PENALIZED)
+    asked = [PENALIZED, {}, PENALIZED | dict(min_tokens=4, stop_token_ids=[5]), PENALIZED]
+    made = [requests(max_tokens=9, **sampling)[number] for number, sampling in enumerate(asked)]
     runner = make_engine(attention="sdpa", async_launch=False, prefix_cache="off")._runner
     expected = [plain_answer(runner, request) for request in made]
     engine = make_engine(graphs=(1, 2, 4), prompt_graphs=(16, 48, 128), kv_cache_bytes=16 * block, prefix_cache="off")
     assert answers(engine, made) == expected
-    assert engine.metrics.preemptions > 0 and ran["run"] > 0
+    assert engine.metrics.preemptions > 0 and ran["run"] > 0 and ran["greedy"] > 0 and ran["hidden"] > 0
+
+
+def test_rows_that_fill_up_a_graph_are_nobodys(ran):
+    """Answers end one after the other; the last line is the first that there is."""
+    made = requests(max_tokens=9, **PENALIZED | dict(repetition_penalty=0.1))
+    made = [replace(each, sampling=replace(each.sampling, max_tokens=2 + 3 * n)) for n, each in enumerate(made)]
+    runner = make_engine(attention="sdpa", async_launch=False, prefix_cache="off")._runner
+    expected = [plain_answer(runner, request) for request in made]
+    assert answers(make_engine(graphs=(4,)), made) == expected
+    assert ran["greedy"] > 0 and not ran["hidden"]
 
 
 def test_sizes_of_graphs():

@@ -165,7 +165,7 @@ def top_of(request: Request, **settings) -> list[tuple[int, float]]:
     ids=["penalties", "biases and tokens that end"],
 )
 def test_same_tokens_under_penalties(requests, asked):
-    """Every third request asks for none; the rest go in graphs that end before the choice."""
+    """Every third request asks for none."""
     asking = [
         replace(request, sampling=replace(request.sampling, **asked)) if number % 3 else request
         for number, request in enumerate(requests)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tessera.kernels import reference
-from tessera.kernels.operands import PenaltyLines, PenaltyRows
+from tessera.kernels.operands import PenaltyLines
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
@@ -30,26 +30,25 @@ def lines(device: torch.device, generator: torch.Generator) -> PenaltyLines:
     return PenaltyLines(tokens, echoes, facts, torch.tensor(amounts, device=device))
 
 
-def rows_of(rows: list[tuple[int, ...]], ngrams: bool, device: torch.device) -> PenaltyRows:
-    return PenaltyRows(torch.tensor(rows, device=device).T.contiguous(), max(row[2] for row in rows), ngrams)
+def rows_of(rows: list[tuple[int, ...]], device: torch.device) -> torch.Tensor:
+    return torch.tensor([(*row, 1) for row in rows], device=device).T.contiguous()
 
 
-@pytest.mark.parametrize("ngrams", [False, True])
-def test_penalized(dtype, device, generator, lines, ngrams):
+def test_penalized(dtype, device, generator, lines):
     logits = torch.randn((8, VOCABULARY + 3), generator=generator, device=device).to(dtype)[:, :VOCABULARY]
     logits[2, 2] = float("nan")
-    rows = rows_of(ROWS, ngrams, device)
+    rows = rows_of(ROWS, device)
     found, expected = penalized(logits, lines, rows), reference.penalized(logits, lines, rows)
     torch.testing.assert_close(found, expected, equal_nan=True)
     assert torch.equal(found[4], logits[4].float()), "nobody asked there"
-    assert (found[5] != logits[5].float()).any() == ngrams, "of this row repeated n-grams alone are forbidden"
+    assert (found[5] != logits[5].float()).any(), "of this row repeated n-grams alone are forbidden"
     with pytest.raises(ValueError, match="not contiguous"):
         penalized(logits.T, lines, rows)
 
 
 def test_append_tokens(device, generator, lines):
     chosen = torch.randint(0, 3, (8,), generator=generator, device=device)
-    rows, results = rows_of(ROWS[:-1], True, device), []
+    rows, results = rows_of(ROWS[:-1], device), []
     for append in (append_tokens, reference.append_tokens):
         changed = lines._replace(tokens=lines.tokens.clone(), echoes=lines.echoes.clone())
         append(changed, rows, chosen)
@@ -70,6 +69,6 @@ def test_echoes_are_those_of_all_tokens(device, generator, append):
     lines = PenaltyLines(tokens, torch.zeros_like(tokens), torch.tensor([[0], [2]], device=device), torch.ones(3, 1))
     length = 0
     for drafted in [0, 1, 2] * 12:
-        append(lines, rows_of([(0, 0, length + drafted, drafted)], True, device), tokens[0, length + drafted :].long())
+        append(lines, rows_of([(0, 0, length + drafted, drafted)], device), tokens[0, length + drafted :].long())
         length += drafted + 1
         assert lines.echoes[0, 1:length].tolist() == echoes(tokens[0, :length].cpu().numpy())[1:]

@@ -295,12 +295,11 @@ class Engine:
         self.scheduler.record_step_time(batch, device_ns)
         self.metrics.busy_ns += device_ns
         now = time.monotonic_ns()
-        tell = self._news.tokens.append
         for sequence, answer in taken:
             sequence.first_token_ns = sequence.first_token_ns or now
             number = sequence.request.number
             for token, report in answer:
-                tell((number, token, report))
+                self._news.tokens.append((number, token, report))
             if sequence.finish_reason is not None:  # not sequence.finished: once a token
                 self._end(sequence)
                 if sequence.error is not None:

@@ -65,7 +65,7 @@ class Sequence:
         *("embeddings", "ids", "position_axes", "position_offset", "identities", "cache_ids", "cache_limit"),
         *("cache_salt", "outputs", "drafting", "draft", "in_flight", "computed", "block_table", "block_keys"),
         *("committed", "offered", "cached_tokens", "follows", "finish_reason", "error", "finite", "scheduled_ns"),
-        *("first_token_ns", "_greedy_from", "_plain_from"),
+        *("first_token_ns", "_greedy_from"),
     )
     rewinds = False  # whether the tokens after the prompt may change again
 
@@ -103,7 +103,6 @@ class Sequence:
         self._greedy_from = 0 if request.sampling.greedy else math.inf  # a place in the answer
         if self.stop_ids:  # until then they are forbidden
             self._greedy_from = max(self._greedy_from, request.sampling.min_tokens)
-        self._plain_from = math.inf if request.sampling.penalized else self._greedy_from
         self.embeddings = request.embeddings
         self.ids = prompt.astype(np.int64)
         self.ids[self.image_positions] = 0  # their rows come from embeddings; the ids need not be valid
@@ -152,13 +151,9 @@ class Sequence:
         return len(self.outputs) + self.in_flight - 1
 
     @property
-    def plain(self) -> bool:
-        """Whether of the token in flight nothing is asked but that it is the likeliest."""
-        return len(self.outputs) + self.in_flight > self._plain_from  # not self.place: once a token
-
-    @property
-    def plain_but_for_penalties(self) -> bool:
-        return self.place >= self._greedy_from
+    def greedy(self) -> bool:
+        """Whether of the token in flight nothing is asked but that it is the likeliest, maybe under penalties."""
+        return len(self.outputs) + self.in_flight > self._greedy_from  # not self.place: once a token
 
     @property
     def pending(self) -> int:

@@ -79,25 +79,17 @@ class Routing(NamedTuple):
 
 
 class PenaltyLines(NamedTuple):
-    """What sequences have said, a line each, and what they ask for."""
+    """What sequences have said, a line each, and what they ask for.
+
+    The ``rows`` of a step's logits that ask for penalties are int64 [5, r]: where each stands among the step's rows,
+    its line, how many tokens of that it knows, how many of these are a draft's, which the line's echoes do not know,
+    and 1, or 0 where it only fills up a graph's rows: its line is then nobody's, of which it knows no token.
+    """
 
     tokens: torch.Tensor  # int32 [lines, width]; negative ones are pictures
     echoes: torch.Tensor  # int32 [lines, width]; at d: how many of the last tokens equal those d before, one by one
     facts: torch.Tensor  # int64 [2, lines]: how many tokens are the prompt's; the size of n-grams not to repeat, or 0
     amounts: torch.Tensor  # float32 [3, lines]: of repetition, frequency and presence
-
-
-class PenaltyRows(NamedTuple):
-    """Rows of a step's logits that ask for penalties.
-
-    ``numbers`` int64 [4, r]: where each stands among the step's rows, its line, how many tokens of that it knows, and
-    how many of these are a draft's, which the line's echoes do not know. ``width``: the most tokens that one knows;
-    ``ngrams``: whether any may not repeat some.
-    """
-
-    numbers: torch.Tensor
-    width: int
-    ngrams: bool
 
 
 def finished(product: torch.Tensor | DeferredProduct) -> torch.Tensor:

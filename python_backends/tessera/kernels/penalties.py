@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 
 from tessera.kernels.fp8 import early_launch, wait_for_previous
-from tessera.kernels.operands import PenaltyLines, PenaltyRows
+from tessera.kernels.operands import PenaltyLines
 
-_BLOCK, _COUNTED = 64, 128  # places of a program, and answered ones that they are compared with at a time
+_BLOCK, _COUNTED = 64, 128  # places of a program at a time, and answered ones that they are compared with
+_MOST_PROGRAMS = 64  # of a row, however long its line is: most of the programs of short ones would find nothing to do
 
 
-def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: PenaltyRows) -> torch.Tensor:
+def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: torch.Tensor) -> torch.Tensor:
     """logits of any float dtype [m, vocabulary], rows contiguous -> float32 [m, vocabulary], changed in ``rows`` alone.
 
     Each token that a row's line holds is penalized once: by the repetition penalty, times or over, then the answer's
@@ -26,27 +27,24 @@ def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: PenaltyRows) -> t
     if logits.stride(1) != 1:
         raise ValueError(f"rows of logits are not contiguous: strides {logits.stride()}")
     scores = logits.to(torch.float32, copy=True)
-    count = rows.numbers.shape[1]
-    grid, early = (triton.cdiv(rows.width, _BLOCK), count), early_launch(logits.device)
-    if rows.width:
-        _penalize[grid](
-            *(logits, scores, lines.tokens, lines.facts, lines.amounts, rows.numbers),
-            *(logits.stride(0), logits.shape[1], *lines.tokens.shape, count),
-            BLOCK=_BLOCK, COUNTED=_COUNTED, **early,
-        )  # fmt: skip
-    if rows.width and rows.ngrams:
-        _forbid[grid](
-            scores, *lines[:3], rows.numbers, logits.shape[1], *lines.tokens.shape, count, BLOCK=_BLOCK, **early
-        )
+    grid, sizes = _grid(lines, rows), (logits.shape[1], *lines.tokens.shape, rows.shape[1])
+    options = {"BLOCK": _BLOCK, **early_launch(logits.device)}
+    given = logits, scores, lines.tokens, lines.facts, lines.amounts, rows, logits.stride(0)
+    _penalize[grid](*given, *sizes, COUNTED=_COUNTED, **options)
+    _forbid[grid](scores, lines.tokens, lines.echoes, lines.facts, rows, *sizes, **options)
     return scores
 
 
-def append_tokens(lines: PenaltyLines, rows: PenaltyRows, chosen: torch.Tensor) -> None:
+def append_tokens(lines: PenaltyLines, rows: torch.Tensor, chosen: torch.Tensor) -> None:
     """Puts the tokens ``chosen`` int64 [m], by the rows' places, behind their lines, of which no two are the same, and
     lengthens their echoes."""
-    grid = (triton.cdiv(rows.width + 1, _BLOCK), rows.numbers.shape[1])
-    sizes = *lines.tokens.shape, rows.numbers.shape[1]
-    _append[grid](*lines[:3], rows.numbers, chosen, *sizes, BLOCK=_BLOCK, **early_launch(chosen.device))
+    given = lines.tokens, lines.echoes, lines.facts, rows, chosen, *lines.tokens.shape, rows.shape[1]
+    _append[_grid(lines, rows)](*given, BLOCK=_BLOCK, **early_launch(chosen.device))
+
+
+def _grid(lines: PenaltyLines, rows: torch.Tensor) -> tuple[int, int]:
+    """The same for rows of any length, so that a CUDA graph may hold it."""
+    return min(triton.cdiv(lines.tokens.shape[1], _BLOCK), _MOST_PROGRAMS), rows.shape[1]
 
 
 @triton.jit
@@ -64,21 +62,22 @@ def _penalize(
     repetition = tl.load(amounts + slot)
     frequency = tl.load(amounts + lines + slot)
     presence = tl.load(amounts + 2 * lines + slot)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(line + at, mask=at < length, other=-1)
-    known = token >= 0
-    value = tl.load(logits + place * logits_row + token, mask=known, other=0.0).to(tl.float32)
-    value = tl.where(value < 0, value * repetition, value / repetition)
-    if (frequency != 0) | (presence != 0):
-        times = tl.zeros([BLOCK], tl.int32)
-        for first in range(prompt, length, COUNTED):
-            answered = first + tl.arange(0, COUNTED)
-            said = tl.load(line + answered, mask=answered < length, other=-1)
-            times += tl.sum((token[:, None] == said[None, :]).to(tl.int32), 1)
-        value -= frequency * times
-        value -= tl.where(times > 0, presence, 0.0)
-    # Of a token that stands at several places all write the same.
-    tl.store(scores + place * vocabulary + token, value, mask=known)
+    for begin in range(tl.program_id(0) * BLOCK, length, tl.num_programs(0) * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        token = tl.load(line + at, mask=at < length, other=-1)
+        known = token >= 0
+        value = tl.load(logits + place * logits_row + token, mask=known, other=0.0).to(tl.float32)
+        value = tl.where(value < 0, value * repetition, value / repetition)
+        if (frequency != 0) | (presence != 0):
+            times = tl.zeros([BLOCK], tl.int32)
+            for first in range(prompt, length, COUNTED):
+                answered = first + tl.arange(0, COUNTED)
+                said = tl.load(line + answered, mask=answered < length, other=-1)
+                times += tl.sum((token[:, None] == said[None, :]).to(tl.int32), 1)
+            value -= frequency * times
+            value -= tl.where(times > 0, presence, 0.0)
+        # Of a token that stands at several places all write the same.
+        tl.store(scores + place * vocabulary + token, value, mask=known)
 
 
 @triton.jit
@@ -87,15 +86,18 @@ def _forbid(
 ):  # fmt: skip
     wait_for_previous(EARLY)
     row = tl.program_id(1)
+    place = tl.load(numbers + row) * vocabulary
     slot = tl.load(numbers + count + row)
+    line = tokens + slot * width
+    length = tl.load(numbers + 2 * count + row).to(tl.int32)
+    drafted = tl.load(numbers + 3 * count + row).to(tl.int32)
     size = tl.load(facts + lines + slot)
     if size > 0:
-        place = tl.load(numbers + row) * vocabulary
-        length = tl.load(numbers + 2 * count + row).to(tl.int32)
-        distance = 1 + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        echo = _echo(tokens + slot * width, echoes + slot * width, length, tl.load(numbers + 3 * count + row), distance)
-        token = tl.load(tokens + slot * width + length - distance, mask=distance <= length, other=-1)
-        tl.store(scores + place + token, -3.4028234663852886e38, mask=(token >= 0) & (echo >= size - 1))
+        for begin in range(tl.program_id(0) * BLOCK, length, tl.num_programs(0) * BLOCK):
+            distance = 1 + begin + tl.arange(0, BLOCK)
+            echo = _echo(line, echoes + slot * width, length, drafted, distance)
+            token = tl.load(line + length - distance, mask=distance <= length, other=-1)
+            tl.store(scores + place + token, -3.4028234663852886e38, mask=(token >= 0) & (echo >= size - 1))
 
 
 @triton.jit
@@ -108,18 +110,20 @@ def _append(
     slot = tl.load(numbers + count + row)
     line = tokens + slot * width
     length = tl.load(numbers + 2 * count + row).to(tl.int32)
+    drafted = tl.load(numbers + 3 * count + row).to(tl.int32)
     if tl.load(facts + lines + slot) > 1:
-        distance = 1 + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        echo = _echo(line, echoes + slot * width, length, tl.load(numbers + 3 * count + row), distance)
-        same = tl.load(line + length - distance, mask=distance <= length, other=0) == new
-        tl.store(echoes + slot * width + distance, tl.where(same, echo + 1, 0), mask=distance <= length)
+        for begin in range(tl.program_id(0) * BLOCK, length, tl.num_programs(0) * BLOCK):
+            distance = 1 + begin + tl.arange(0, BLOCK)
+            echo = _echo(line, echoes + slot * width, length, drafted, distance)
+            same = tl.load(line + length - distance, mask=distance <= length, other=0) == new
+            tl.store(echoes + slot * width + distance, tl.where(same, echo + 1, 0), mask=distance <= length)
     tl.store(line + length, new, mask=tl.program_id(0) == 0)
 
 
 @triton.jit
 def _echo(line, echoes, length, drafted, distance):
     """Those of a line of ``length`` tokens at each distance, whose last ``drafted`` its echoes do not know."""
-    begun = length - drafted.to(tl.int32)
+    begun = length - drafted
     echo = tl.load(echoes + distance, mask=distance < begun, other=0)
     for at in range(begun, length):
         before = tl.load(line + at - distance, mask=distance <= at, other=0)

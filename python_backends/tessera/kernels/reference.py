@@ -16,7 +16,6 @@ from tessera.kernels.operands import (
     PagedCache,
     Partials,
     PenaltyLines,
-    PenaltyRows,
     Routing,
     StoredWeights,
     finished,
@@ -49,12 +48,13 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(highest - lowest < float("inf"), logits.argmax(dim=-1), -1)
 
 
-def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: PenaltyRows) -> torch.Tensor:
+def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: torch.Tensor) -> torch.Tensor:
     """logits of any float dtype [m, vocabulary] -> float32, changed for ``rows`` by their ``lines``."""
-    places, slots, lengths, _ = rows.numbers[:, :, None]
+    places, slots, lengths = rows[:3, :, None]
     prompts, sizes = lines.facts[:, slots]
     repetition, frequency, presence = lines.amounts[:, slots]
-    held, at = lines.tokens[slots[:, 0], : rows.width].long(), torch.arange(rows.width, device=logits.device)
+    at = torch.arange(int(lengths.max()), device=logits.device)
+    held = lines.tokens[slots[:, 0], : len(at)].long()
     scores = logits.to(torch.float32, copy=True)
     known = (held >= 0) & (at < lengths)
     row, place = known.nonzero().unbind(1)
@@ -66,27 +66,26 @@ def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: PenaltyRows) -> t
     values -= frequency[row, 0] * counts
     values -= torch.where(counts > 0, presence[row, 0], 0.0)
     scores[index] = values  # a token's places all hold the same value
-    if rows.ngrams:
-        echoes = _echoes(lines, rows).gather(1, (lengths - 1 - at).clamp(min=0))
-        row, place = (known & (sizes > 0) & (echoes >= sizes - 1)).nonzero().unbind(1)
-        scores[places[row, 0], held[row, place]] = torch.finfo(torch.float32).min
+    echoes = _echoes(lines, rows).gather(1, (lengths - 1 - at).clamp(min=0))
+    row, place = (known & (sizes > 0) & (echoes >= sizes - 1)).nonzero().unbind(1)
+    scores[places[row, 0], held[row, place]] = torch.finfo(torch.float32).min
     return scores
 
 
-def append_tokens(lines: PenaltyLines, rows: PenaltyRows, chosen: torch.Tensor) -> None:
+def append_tokens(lines: PenaltyLines, rows: torch.Tensor, chosen: torch.Tensor) -> None:
     """Puts ``chosen`` int64 [m] behind the rows' lines, of which no two are the same, and lengthens their echoes."""
-    places, slots, lengths, _ = rows.numbers
+    places, slots, lengths = rows[:3]
     found = _echoes(lines, rows)
     lines.tokens[slots, lengths] = chosen[places].int()
-    lines.echoes[slots, 1 : rows.width + 1] = _longer(lines, found, slots, lengths)
+    lines.echoes[slots, 1 : found.shape[1] + 1] = _longer(lines, found, slots, lengths)
 
 
-def _echoes(lines: PenaltyLines, rows: PenaltyRows) -> torch.Tensor:
-    """int32 [r, width] for the distances 1..width, a draft's tokens among the rows' own."""
-    _, slots, lengths, drafted = rows.numbers
-    distance = torch.arange(1, rows.width + 1, device=slots.device)
+def _echoes(lines: PenaltyLines, rows: torch.Tensor) -> torch.Tensor:
+    """int32 [r, longest] for the distances 1..longest, a draft's tokens among the rows' own."""
+    slots, lengths, drafted = rows[1:4]
+    distance = torch.arange(1, int(lengths.max()) + 1, device=slots.device)
     begun = (lengths - drafted)[:, None]
-    found = lines.echoes[slots, 1 : rows.width + 1].where(distance < begun, 0)
+    found = lines.echoes[slots, 1 : len(distance) + 1].where(distance < begun, 0)
     for step in range(int(drafted.max())):
         at = torch.minimum(lengths - drafted + step, lengths - 1)  # of rows with shorter drafts, which keep theirs
         found = _longer(lines, found, slots, at).where(step < drafted[:, None], found)
@@ -94,7 +93,7 @@ def _echoes(lines: PenaltyLines, rows: PenaltyRows) -> torch.Tensor:
 
 
 def _longer(lines: PenaltyLines, echoes: torch.Tensor, slots: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """``echoes`` [r, width] of the tokens in front of the places ``at`` [r] -> of those up to there."""
+    """``echoes`` [r, longest] of the tokens in front of the places ``at`` [r] -> of those up to there."""
     before = at[:, None] - torch.arange(1, echoes.shape[1] + 1, device=at.device)
     same = lines.tokens[slots[:, None], before.clamp(min=0)] == lines.tokens[slots, at][:, None]
     return (echoes + 1).where(same & (before >= 0), 0)

@@ -75,7 +75,7 @@ def pack(
         positions=_given_positions(index + offset[owner], reading),
         # A prompt is rotated as a whole; what follows grows the length one by one.
         rope_lengths=np.maximum(prompt[owner], index + 1),
-        slots=_slots(blocks[owner, index // block_size], index, block_size),
+        slots=blocks[owner, index // block_size] * block_size + index % block_size,
         table=SpanTable(row, count, context, blocks),
         samples=samples,
         decodes=not reading and len(owner) == len(spans) and bool(samples.all()),
@@ -98,13 +98,9 @@ def _advanced(batch: ScheduledBatch, block_size: int, before: PackedBatch) -> Pa
         source=rows,
         positions=before.positions + 1,
         rope_lengths=context,
-        slots=_slots(blocks[rows, index // block_size], index, block_size),
+        slots=blocks[rows, index // block_size] * block_size + index % block_size,
         table=replace(before.table, context=context, blocks=blocks),
     )
-
-
-def _slots(blocks: np.ndarray, index: np.ndarray, block_size: int) -> np.ndarray:
-    return blocks * block_size + index % block_size
 
 
 def _padded(tables: SequenceType[array[int]]) -> np.ndarray:

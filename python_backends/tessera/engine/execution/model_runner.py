@@ -120,7 +120,9 @@ class ModelRunner:
         """
         with torch.inference_mode():
             if batch_sizes:
-                self._graphs = DecodeGraphs(self._model, self._attention, batch_sizes, most_blocks, self._last_sampled)
+                self._histories.reserve(batch_sizes, most_blocks * self._attention.storage.block_size)
+                given = most_blocks, self._last_sampled, self._histories
+                self._graphs = DecodeGraphs(self._model, self._attention, batch_sizes, *given)
             if token_counts:
                 limits = self._max_sequences, len(self._last_sampled), most_blocks
                 self._prompt_graphs = PromptGraphs(self._model, self._attention, token_counts, *limits)
@@ -137,16 +139,14 @@ class ModelRunner:
             before = self._before if numbers == [*self._previous] and not batch.drafted else None
             packed = self._pack(batch, before)
             penalties = self._histories.select(batch.sampling, go_on=before is not None)
+            likeliest = all(sequence.greedy for sequence in batch.sampling)
             graphs = self._graphs if self._graphs is not None and self._graphs.fits(packed) else None
-            plain = all(sequence.plain for sequence in batch.sampling)
-            if graphs is None or not packed.decodes:
-                sampled = self._sample(self._forward(packed, batch), batch, plain, penalties, started)
-            elif plain:
-                sampled = SampledRows(graphs.greedy(packed), started)
-                self.graph_steps += 1
+            self.graph_steps += graphs is not None
+            if graphs is not None and likeliest:
+                sampled = SampledRows(graphs.greedy(packed, penalties is not None), started)
             else:
-                sampled = self._sample(self._model.logits(graphs.hidden(packed)), batch, plain, penalties, started)
-                self.graph_steps += 1
+                logits = self._forward(packed, batch) if graphs is None else self._model.logits(graphs.hidden(packed))
+                sampled = self._sample(logits, batch, likeliest, penalties, started)
         places = (
             count() if not batch.drafted else accumulate((1 + len(each.draft) for each in batch.sampling), initial=0)
         )
@@ -155,12 +155,10 @@ class ModelRunner:
         return sampled
 
     def _sample(
-        self, logits: torch.Tensor, batch: ScheduledBatch, plain: bool, penalties: Penalties | None, started: Moment
+        self, logits: torch.Tensor, batch: ScheduledBatch, likeliest: bool, penalties: Penalties | None, started: Moment
     ) -> SampledRows:
-        if plain:
-            sampled = SampledRows(greedy(logits), started)
-        elif penalties is not None and all(sequence.plain_but_for_penalties for sequence in batch.sampling):
-            sampled = SampledRows(greedy(penalties.applied(logits)), started)
+        if likeliest:
+            sampled = SampledRows(greedy(logits if penalties is None else penalties.applied(logits)), started)
         else:
             rows = [SamplingRow.of(each, drafted) for each in batch.sampling for drafted in range(1 + len(each.draft))]
             sampled = sample(logits, rows, started, penalties)

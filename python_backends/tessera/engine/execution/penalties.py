@@ -19,13 +19,14 @@ import torch
 from torch.nn.functional import pad
 
 from tessera.engine.sequence import Sequence
-from tessera.kernels.operands import PenaltyLines, PenaltyRows
-from tessera.kernels.transfer import to_device
+from tessera.kernels.operands import PenaltyLines
+from tessera.kernels.transfer import load, to_device
 from tessera.kernels.tuning import layer_kernels
 
 _LEAST_WIDTH = 256
 _SMALLEST = 1e-30  # of repetition penalties; below it logits would overflow
 _NONE = -2  # in the place of a draft's token where there is none
+_SLOT, _LENGTH, _DRAFTED, _COUNTS, _NUMBERS = range(1, 6)  # of PenaltyLines' rows
 
 
 class _Line(NamedTuple):
@@ -38,18 +39,33 @@ class _Line(NamedTuple):
 class Histories:
     """The tokens of up to ``max_sequences`` sequences on ``device``, 8 bytes a token of the longest.
 
-    Nothing is allocated before somebody asks for penalties.
+    Nothing is allocated before somebody asks for penalties, or graphs are recorded.
     """
 
     def __init__(self, max_sequences: int, device: torch.device) -> None:
         self.device = device
-        tokens = torch.zeros((max_sequences, 0), dtype=torch.int32, device=device)
-        facts = torch.zeros((2, max_sequences), dtype=torch.int64, device=device)
-        amounts = torch.zeros((3, max_sequences), dtype=torch.float32, device=device)
+        self._nobody = max_sequences  # one line more
+        tokens = torch.zeros((max_sequences + 1, 0), dtype=torch.int32, device=device)
+        facts = torch.zeros((2, max_sequences + 1), dtype=torch.int64, device=device)
+        amounts = torch.zeros((3, max_sequences + 1), dtype=torch.float32, device=device)
         self.lines = PenaltyLines(tokens, torch.zeros_like(tokens), facts, amounts)
+        self._sizes: list[int] = []
+        self._static = torch.zeros(0, dtype=torch.int64, device=device)
         self._free = list(range(max_sequences))
         self._held: dict[int, _Line] = {}  # by request number, of those that asked for penalties in the step before
         self._penalties: Penalties | None = None
+        self._longest = 0  # how many tokens one of its rows knows
+
+    def reserve(self, sizes: list[int], width: int) -> None:
+        """For CUDA graphs of steps of these sizes: their rows, and lines of up to ``width`` tokens, stay where they
+        are."""
+        self._lengthen(width)
+        self._static = torch.zeros(_NUMBERS * max(sizes), dtype=torch.int64, device=self.device)
+        self._sizes = sorted(sizes)
+
+    def of_size(self, size: int) -> Penalties:
+        """Those of whatever step was selected last that runs as a graph of this size."""
+        return Penalties(self, self._rows(size))
 
     def select(self, sequences: SequenceType[Sequence], go_on: bool = False) -> Penalties | None:
         """The penalties of a step that samples tokens for these; None when none asks for any.
@@ -59,8 +75,9 @@ class Histories:
         """
         if not go_on:
             self._penalties = self._begin(sequences)
-        if self._penalties is not None:
-            self._widen(self._penalties.rows.width + 1)
+        elif self._penalties is not None:
+            self._longest += 1
+            self._widen(self._longest + 1)
         return self._penalties
 
     def _begin(self, sequences: SequenceType[Sequence]) -> Penalties | None:
@@ -76,18 +93,34 @@ class Histories:
             if (line := self._held.get(sequence.request.number)) is not None:
                 length = line.prompt + sequence.place
                 for drafted, following in enumerate([*sequence.draft, _NONE]):
-                    rows.append((place + drafted, line.slot, length + drafted, drafted, following))
+                    rows.append((place + drafted, line.slot, length + drafted, drafted, 1, following))
             place += 1 + len(sequence.draft)
-        ngrams = any(each.request.sampling.no_repeat_ngram_size for each in asking.values())
-        self._widen(max(length for _, _, length, *_ in rows) + 1)
-        return Penalties(self, np.array(rows), ngrams)
+        numbers = np.array(rows).T
+        self._longest = int(numbers[_LENGTH].max())
+        self._widen(self._longest + 1)
+        drafts = numbers if place > len(sequences) else None
+        size = next((size for size in self._sizes if size >= place), None)
+        if drafts is not None or size is None:
+            return Penalties(self, to_device(numbers[:_NUMBERS], self.device), drafts)
+        filled = np.zeros((_NUMBERS, size), np.int64)
+        filled[_SLOT] = self._nobody
+        filled[:, : len(rows)] = numbers[:_NUMBERS]
+        load(self._rows(size), filled)
+        return Penalties(self, self._rows(size))
+
+    def _rows(self, size: int) -> torch.Tensor:
+        """Where the numbers stand of a step that runs as a graph of this size, int64 [5, size]."""
+        return self._static[: _NUMBERS * size].view(-1, size)
 
     def _widen(self, width: int) -> None:
-        more = width - self.lines.tokens.shape[1]
-        if more > 0:
-            more = max(_LEAST_WIDTH, 1 << (width - 1).bit_length()) - self.lines.tokens.shape[1]
-            tokens, echoes, *asked = self.lines
-            self.lines = PenaltyLines(pad(tokens, (0, more)), pad(echoes, (0, more)), *asked)
+        if width > self.lines.tokens.shape[1]:
+            assert not self._sizes, "a graph reads lines that are too short"
+            self._lengthen(max(_LEAST_WIDTH, 1 << (width - 1).bit_length()))
+
+    def _lengthen(self, width: int) -> None:
+        more = (0, width - self.lines.tokens.shape[1])
+        tokens, echoes, *asked = self.lines
+        self.lines = PenaltyLines(pad(tokens, more), pad(echoes, more), *asked)
 
     def _write(self, sequences: SequenceType[Sequence]) -> None:
         histories = [history(sequence) for sequence in sequences]
@@ -115,40 +148,39 @@ class Penalties:
     """One step's: :meth:`applied` before its tokens are chosen, :meth:`append` afterwards; then they are those of the
     next step, if the same sequences go on and nothing was drafted."""
 
-    def __init__(self, histories: Histories, rows: np.ndarray, ngrams: bool) -> None:
-        """``rows`` int64 [r, 5], those of one sequence behind each other: as :class:`PenaltyRows` has them, and the
-        draft's token behind each. ``ngrams``: whether any sequence may not repeat some."""
-        _, slots, lengths, self._drafted, self._following = columns = rows.T
+    def __init__(self, histories: Histories, rows: torch.Tensor, drafts: np.ndarray | None = None) -> None:
+        """``rows``: see :class:`PenaltyLines`; those of a sequence stand behind each other. ``drafts``: the rows again,
+        on the host, and the draft's token behind each."""
         self._histories = histories
         self._kernels = layer_kernels(histories.device.type)
-        self.rows = PenaltyRows(to_device(columns[:4], histories.device), int(lengths.max()), ngrams)
-        if self._drafted.any():
-            written = np.stack([slots, lengths, self._following])[:, self._following != _NONE]
+        self._rows, self._drafts = rows, drafts
+        if drafts is not None:
+            written = drafts[[_SLOT, _LENGTH, _NUMBERS]][:, drafts[_NUMBERS] != _NONE]
             lines, at, tokens = to_device(written, histories.device)
             histories.lines.tokens[lines, at] = tokens.int()
 
     def applied(self, logits: torch.Tensor) -> torch.Tensor:
         """logits of any float dtype [m, vocabulary] -> float32, changed for the rows that ask for it."""
-        return self._kernels.penalized(logits, self._histories.lines, self.rows)
+        return self._kernels.penalized(logits, self._histories.lines, self._rows)
 
     def append(self, chosen: torch.Tensor) -> None:
         """``chosen`` int64 [m]: the step's tokens; where a draft was, those that it was right about, and the next."""
-        numbers, width, ngrams = self.rows
-        if self._drafted.any():
-            numbers = numbers[:, self._last_right(chosen[numbers[0]])].contiguous()
-        self._kernels.append_tokens(self._histories.lines, PenaltyRows(numbers, width, ngrams), chosen)
-        numbers[2].add_(1)
-        self.rows = PenaltyRows(numbers, width + 1, ngrams)
+        rows = self._rows
+        if self._drafts is not None:
+            rows = rows[:, _last_right(chosen[rows[0]], *self._drafts[[_DRAFTED, _NUMBERS]])].contiguous()
+        self._kernels.append_tokens(self._histories.lines, rows, chosen)
+        rows[_LENGTH].add_(rows[_COUNTS])
 
-    def _last_right(self, chosen: torch.Tensor) -> torch.Tensor:
-        """int64, a row of each sequence: the one behind all that the draft was right about. ``chosen`` int64 [r]."""
-        firsts = np.flatnonzero(self._drafted == 0)
-        owner = to_device(np.repeat(np.arange(len(firsts)), np.diff(firsts, append=len(chosen))), chosen.device)
-        first = to_device(firsts, chosen.device)
-        wrong = (chosen != to_device(self._following, chosen.device)).long()
-        before = wrong.cumsum(0) - wrong
-        right_so_far = (before == before[first][owner]).long()
-        return first - 1 + torch.zeros_like(first).index_add_(0, owner, right_so_far)
+
+def _last_right(chosen: torch.Tensor, drafted: np.ndarray, following: np.ndarray) -> torch.Tensor:
+    """int64, a row of each sequence: the one behind all that the draft was right about. All int64 [r]."""
+    firsts = np.flatnonzero(drafted == 0)
+    owner = to_device(np.repeat(np.arange(len(firsts)), np.diff(firsts, append=len(chosen))), chosen.device)
+    first = to_device(firsts, chosen.device)
+    wrong = (chosen != to_device(following, chosen.device)).long()
+    before = wrong.cumsum(0) - wrong
+    right_so_far = (before == before[first][owner]).long()
+    return first - 1 + torch.zeros_like(first).index_add_(0, owner, right_so_far)
 
 
 def history(sequence: Sequence) -> np.ndarray:

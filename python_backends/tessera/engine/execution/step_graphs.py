@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: one recorded launch instead of hundreds.
 
 A graph is recorded for each of some batch sizes, and each twice: whole, for the likeliest tokens, and without head and
-choice, for steps that sample, penalize or report. The columns of the static buffer are the sequences, and the block
-numbers, of which there are few or many, are its last rows.
+choice, for steps that sample, penalize or report. Behind those may run one more: head and likeliest tokens under
+penalties. The columns of the static buffer are the sequences, and the block numbers, of which there are few or many,
+are its last rows.
 
 Steps of few tokens, prompts among them, as CUDA graphs: all layers in one recorded launch.
 
@@ -21,6 +22,7 @@ import torch
 
 from tessera.attention.backend import AttentionBackend, AttentionStep
 from tessera.engine.execution.batch_inputs import PackedBatch, fill_in
+from tessera.engine.execution.penalties import Histories
 from tessera.engine.execution.sampler import greedy
 from tessera.kernels.graphs import GraphPool
 from tessera.kernels.transfer import load
@@ -70,29 +72,45 @@ class _StepGraphs:
 class DecodeGraphs(_StepGraphs):
     """Decode steps of up to ``max(sizes)`` sequences of at most ``most_blocks``, recorded as this is made.
 
-    ``last_sampled`` int64 [>= max(sizes)] holds the tokens of the step before, and after a step its own.
+    ``last_sampled`` int64 [>= max(sizes)] holds the tokens of the step before, and after a step its own. ``histories``
+    has reserved these sizes.
     """
 
     def __init__(
-        self, model: Qwen2, attention: AttentionBackend, sizes: list[int], most_blocks: int, last_sampled: torch.Tensor
+        self,
+        model: Qwen2,
+        attention: AttentionBackend,
+        sizes: list[int],
+        most_blocks: int,
+        last_sampled: torch.Tensor,
+        histories: Histories,
     ) -> None:
         largest = max(sizes)
         super().__init__(model, attention, largest, _OF_DECODING + most_blocks, largest)
         self._most_blocks = most_blocks
-        self._last_sampled = last_sampled
+        self._last_sampled, self._histories = last_sampled, histories
         self._greedy = GraphPool("decode graphs", sizes, self._run_greedy, self._device)
         self._layers = GraphPool("decode graphs without the choice", sizes, self._run_layers, self._device)
-        for graphs in (self._greedy, self._layers):
+        self._penalized = GraphPool("choices under penalties", sizes, self._run_penalized, self._device)
+        for graphs in (self._greedy, self._layers, self._penalized):
             graphs.record(self._fill_with_dummies)
 
     def fits(self, packed: PackedBatch) -> bool:
-        """Whether a batch of single, sampling queries has a graph."""
+        """Whether a batch has a graph."""
         sequences, most = packed.table.blocks.shape
-        return sequences <= self._greedy.sizes[-1] and most <= self._most_blocks and len(packed.ids) == sequences
+        return packed.decodes and sequences <= self._greedy.sizes[-1] and most <= self._most_blocks
 
-    def greedy(self, packed: PackedBatch) -> torch.Tensor:
-        """Runs a batch that fits; its likeliest tokens, int64 [s], a view that the next step overwrites."""
-        self._greedy.replay(self._load(packed))
+    def greedy(self, packed: PackedBatch, penalized: bool = False) -> torch.Tensor:
+        """Runs a batch that fits; its likeliest tokens, int64 [s], a view that the next step overwrites.
+
+        ``penalized``: under the penalties of ``histories``, which then hold these tokens too.
+        """
+        size = self._load(packed)
+        if penalized:
+            self._layers.replay(size)
+            self._penalized.replay(size)
+        else:
+            self._greedy.replay(size)
         return self._last_sampled[: len(packed.ids)]
 
     def hidden(self, packed: PackedBatch) -> torch.Tensor:
@@ -120,6 +138,12 @@ class DecodeGraphs(_StepGraphs):
 
     def _run_layers(self, size: int) -> None:
         self._hidden[:size].copy_(self._compute(size))
+
+    def _run_penalized(self, size: int) -> None:
+        penalties = self._histories.of_size(size)
+        chosen = greedy(penalties.applied(self._model.logits(self._hidden[:size])))
+        penalties.append(chosen)
+        self._last_sampled[:size].copy_(chosen)
 
     def _compute(self, size: int) -> torch.Tensor:
         """All layers over the static inputs, [size, hidden]."""
