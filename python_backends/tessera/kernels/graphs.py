@@ -45,7 +45,9 @@ class GraphPool(Generic[Result]):
                 continue
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=ahead if size <= self._urgent_up_to else None):
+            stream = ahead if size <= self._urgent_up_to else None
+            # What other threads ask of the GPU meanwhile is no part of the graph, and must not spoil it.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self._results[size] = self._run(size)
             pool = graph.pool()
             self._graphs[size] = graph
