@@ -264,6 +264,7 @@ def test_a_share_that_does_not_fit_the_card_is_refused():
 
 def test_rows_beyond_the_pool_travel_by_themselves():
     rows = torch.randn(8, 16, device="cuda")
+    torch.cuda.synchronize()  # rows that arrive are complete
     pool = EmbeddingPool(torch.device("cuda"), rows.nbytes)
     first, second = pool.take(rows), pool.take(rows)
     assert torch.equal(rows_at(pool.slab, first.place, first.shape, first.dtype), rows)

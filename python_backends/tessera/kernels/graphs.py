@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -37,6 +38,7 @@ class GraphPool(Generic[Result]):
         """
         started, before = time.perf_counter(), self._reserved()
         on_gpu, pool = self._device.type == "cuda", None
+        gc.collect()  # a graph of an engine that is gone must not be destroyed while one is recorded
         ahead = torch.cuda.Stream(self._device, priority=-1) if self._urgent_up_to and on_gpu else None
         for size in reversed(self.sizes):
             prepare(size)

@@ -33,7 +33,8 @@ class EmbeddingPool:
             self._stream = torch.cuda.Stream(device, priority=-1)
 
     def take(self, rows: torch.Tensor) -> Rows:
-        """A copy of ``rows`` [n, hidden], complete when this returns: their owner may reuse them."""
+        """A copy of ``rows`` [n, hidden], which are complete, as this copy is when it returns: their owner may reuse
+        them."""
         if self.slab is None:
             return Rows(None, _bytes_of(rows), rows.dtype, tuple(rows.shape))
         with self._lock:
