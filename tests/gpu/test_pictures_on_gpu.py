@@ -9,7 +9,13 @@ from vision.tiny_qwen2_vl_tower import config_of, groups, model_of, picture, sav
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.kernels.operands import query_tiles
-from tessera.kernels.tower_attention import attend_within, attention_by, triton_configs
+from tessera.kernels.tower_attention import (
+    attend_in_triton,
+    attend_within,
+    attention_by,
+    leaving_room,
+    triton_configs,
+)
 from tessera.kernels.tower_layers import varlen_backends
 from tessera.settings.stages import VisionSettings
 from tessera.vision.runner import make_runner
@@ -42,6 +48,17 @@ def test_every_way_of_attention(name, mix, size):
         actual = attend(query, key, value)
         assert actual.shape == expected.shape and actual.dtype == torch.bfloat16
         torch.testing.assert_close(actual.float(), expected, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("plan", triton_configs(DEVICE).values(), ids=repr)
+def test_room_for_others_changes_no_bit(plan):
+    lengths = [5476, 300, 1000]
+    qkv = qkv_of(sum(lengths), 16, 80).unbind(1)
+    found = []
+    for room in (False, True):
+        with leaving_room(room):
+            found.append(attend_in_triton(lengths, DEVICE, plan)(*qkv))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("plan", triton_configs(DEVICE).values(), ids=repr)

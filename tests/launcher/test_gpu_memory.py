@@ -24,6 +24,7 @@ from tessera.settings.gpu import (
     divide,
     divide_for,
     find_device,
+    refuse_part_of_gpu,
     weights_of,
 )
 from tessera.settings.schema import Sources
@@ -100,6 +101,13 @@ def test_the_device_is_found_without_touching_one(tmp_path: Path, monkeypatch: p
     loadable = True
     monkeypatch.setattr(metadata, "version", lambda name: "2.13.0+cpu")
     assert find_device({}) == "cpu"
+
+
+def test_a_part_of_a_gpus_multiprocessors_is_refused():
+    refuse_part_of_gpu({})
+    refuse_part_of_gpu({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100"})
+    with pytest.raises(ConfigError, match="CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=70 in the environment: .* unset it"):
+        refuse_part_of_gpu({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "70"})
 
 
 def test_gpus_that_are_not_here_are_refused_with_what_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

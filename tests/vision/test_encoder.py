@@ -6,9 +6,12 @@ import weakref
 
 import numpy as np
 import pytest
+import torch
 from vision_fakes import BYTES, Job, TileRunner, encoder, flat, item, tiles_of
 
 from tessera.errors import ConfigError, InvalidRequest
+from tessera.kernels import tower_attention
+from tessera.kernels.operands import HopperPlan
 from tessera.settings.stages import VisionSettings
 from tessera.vision.memory import RowBudget
 from tessera.vision.pictures import VisionItem
@@ -42,6 +45,22 @@ def test_forwards_are_cut_and_requests_go_out_independently(infer, forwards):
     launched = vision.launch([item(*pictures) for pictures in REQUESTS])
     found = [(pending.index, len(vision.runner.batches)) for pending in launched]
     assert found == list(zip([2, 0, 1, 3, 4, 5, 6, 7, 8, 9], forwards, strict=True))
+
+
+@pytest.mark.parametrize(("busy", "programs"), [(True, [132, 132, 92]), (False, [132, 132, 132])])
+def test_forwards_that_are_not_full_leave_room_to_a_busy_engine(busy, programs, monkeypatch):
+    found = []
+    attention = lambda query, key, value, tiles, plan: found.append(plan.programs)  # noqa: E731
+    monkeypatch.setattr(tower_attention, "attention_by", lambda plan: attention)
+    rows = torch.zeros(1, 1, 16)
+
+    def attend(number):
+        tower_attention.attend_in_triton([1], torch.device("cpu"), HopperPlan(132))(rows, rows, rows)
+
+    vision = encoder(8, runner=TileRunner(during=attend))
+    vision.engine_busy = lambda: busy
+    vision.encode([item(*pictures) for pictures in REQUESTS])
+    assert vision.runner.batches == [8, 8, 2] and found == programs
 
 
 @pytest.mark.parametrize("infer", [1, 8, 32])

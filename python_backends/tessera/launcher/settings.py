@@ -16,7 +16,15 @@ from tessera.checkpoint.files import find_checkpoint, is_name
 from tessera.errors import ConfigError
 from tessera.models.registry import vision_tensors
 from tessera.settings import schema
-from tessera.settings.gpu import Division, ServerSettings, card_bytes, divide_for, find_device, why_no_gpu
+from tessera.settings.gpu import (
+    Division,
+    ServerSettings,
+    card_bytes,
+    divide_for,
+    find_device,
+    refuse_part_of_gpu,
+    why_no_gpu,
+)
 from tessera.settings.schema import Effective, Sources, settings_of, variable
 from tessera.settings.stages import LANGUAGE, PREPROCESS, STAGES, VISION, refuse_unknown
 from tessera_wire.command_line import nearest
@@ -110,6 +118,8 @@ def set_up(
     device = here if server.device == "auto" else server.device
     if (server.device, here) == ("cuda", "cpu"):
         raise ConfigError(f"device is cuda, but {why_no_gpu(all_told)}")
+    if device == "cuda":
+        refuse_part_of_gpu(all_told)
     checkpoint = repository / server.checkpoint
     if is_name(server.checkpoint):  # a folder that is missing is reported when it is read
         checkpoint = find_checkpoint(server.checkpoint, all_told, repository)

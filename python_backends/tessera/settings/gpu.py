@@ -174,6 +174,19 @@ def why_no_gpu(environment: Mapping[str, str]) -> str | None:
     return f"torch {version} is built for the CPU alone" if version.endswith("+cpu") else None
 
 
+_LIMIT = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+
+
+def refuse_part_of_gpu(environment: Mapping[str, str]) -> None:
+    """Raises ConfigError where processes would get some of a GPU's multiprocessors alone: cuBLAS 13.0 then leaves parts
+    of many products unwritten, without an error (docs/gpu.md)."""
+    if (said := environment.get(_LIMIT, "100")) != "100":
+        raise ConfigError(
+            f"{_LIMIT}={said} in the environment: on a part of a GPU's multiprocessors cuBLAS gives wrong results; "
+            "unset it, and share the GPU by gpu_memory"
+        )
+
+
 def check_gpus(wanted: Sequence[str], environment: Mapping[str, str]) -> None:
     """Raises ConfigError where one of the GPUs that `--gpus` names is not here; where the driver's tool does not say
     what is here, CUDA will."""

@@ -12,7 +12,7 @@ from typing import TypeVar
 from tessera.checkpoint.files import find_checkpoint
 from tessera.models.registry import vision_tensors
 from tessera.settings import schema
-from tessera.settings.gpu import Division, ServerSettings, divide_for, find_device
+from tessera.settings.gpu import Division, ServerSettings, divide_for, find_device, refuse_part_of_gpu
 from tessera.settings.stages import refuse_unknown
 
 Settings = TypeVar("Settings")
@@ -50,9 +50,12 @@ class StageSettings:
 
     @property
     def device(self) -> str:
-        """cpu or cuda."""
+        """cpu or cuda. Raises ConfigError for a GPU on which results would be wrong."""
         said = self._server.device
-        return find_device(self._environment) if said == "auto" else said
+        found = find_device(self._environment) if said == "auto" else said
+        if found == "cuda":
+            refuse_part_of_gpu(self._environment)
+        return found
 
     @property
     def tile_policy(self) -> str | None:

@@ -21,6 +21,7 @@ import torch
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError, InvalidRequest
+from tessera.kernels.tower_attention import leaving_room
 from tessera.models.family import ModelFamily
 from tessera.models.registry import family_for, read_config
 from tessera.settings.stages import VisionSettings
@@ -29,6 +30,7 @@ from tessera.vision.memory import COPIES_OF_ROWS, DeviceStreams, EmbeddingCache,
 from tessera.vision.pictures import DECODING_BYTES, GpuDecoder, Picture, Pixels, VisionItem, joined, pictures_of
 from tessera.vision.runner import Runner, load_runner
 
+_FULL = 7 / 8  # of infer_batch_size
 Batch = list[tuple[Picture, slice]]  # of a forward: pictures, and which of their units
 Waiting = dict[int, list[Picture]]  # an item's index -> its pictures
 # An item's index -> its rows, or why it has none.
@@ -76,6 +78,7 @@ class VisionEncoder:
         decoder: of pictures that travel encoded; without one they are refused.
         weights: what the runner keeps, for people: the kind of its weights, and bytes.
         largest_picture: what one picture may cost even if a forward takes less of several.
+        engine_busy: whether the language model computes most of the time, on the same device.
     """
 
     runner: Runner
@@ -87,6 +90,7 @@ class VisionEncoder:
     decoder: GpuDecoder | None = None
     weights: tuple[str, int] = ("", 0)
     largest_picture: int = 0
+    engine_busy: Callable[[], bool] = lambda: False
     computed: int = field(default=0, init=False)  # pictures, but for those whose rows were known
     _last_cost: int = field(default=0, init=False)  # of the last forward that was not beside another
 
@@ -251,7 +255,10 @@ class VisionEncoder:
         pixels = self._joined(readable) if pixels is None else pixels
         if not beside:
             self._last_cost = len(pixels)
-        rows = self.runner.run(pixels, () if self.runner.tower.splits else [picture.wire for picture, _ in readable])
+        wires = [] if self.runner.tower.splits else [picture.wire for picture, _ in readable]
+        # A full forward is one of many, for which the tower needs all that the GPU has.
+        with leaving_room(len(pixels) < _FULL * self.infer_batch_size and self.engine_busy()):
+            rows = self.runner.run(pixels, wires)
         pieces = rows.split([picture.rows_of(units) for picture, units in readable])
         for (picture, units), piece in zip(readable, pieces, strict=True):
             picture.parts.append(piece)
