@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tessera_client.client import Client
 from tessera_client.messages import (
     Answer,
+    Cascade,
     Delta,
     LabelScore,
     Models,
@@ -50,6 +51,7 @@ __all__ = [
     "AsyncClient",
     "AsyncStream",
     "Cancelled",
+    "Cascade",
     "Client",
     "ConnectionFailed",
     "DeadlineExceeded",

@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from tessera_client.messages import Delta, LabelScore, PicturePlan, PictureView, Request, ServedModel, Timings, Usage
+from tessera_client.messages import (
+    Cascade,
+    Delta,
+    LabelScore,
+    PicturePlan,
+    PictureView,
+    Request,
+    ServedModel,
+    Timings,
+    Usage,
+)
 from tessera_wire.errors import ProtocolError
 from tessera_wire.tensors import Tensor, bytes_tensor, elements
 
@@ -63,7 +73,7 @@ def delta_from_raw(outputs: Iterable[tuple[str, bytes]]) -> Delta:
     values: dict[str, Any] = {}
     try:
         for name, data in outputs:
-            if name in ("text_output", "finish_reason", "logprobs", "choices"):
+            if name in ("text_output", "finish_reason", "logprobs", "choices", "cascade"):
                 values[name] = next(elements(data), b"").decode("utf-8", "replace")
             elif name in ("usage", "cached_tokens", "drafted_tokens"):
                 values[name] = struct.unpack(f"<{len(data) // 4}i", data)
@@ -110,6 +120,7 @@ def delta_from_json(values: Mapping[str, Any]) -> Delta:
         timings = values.get("timings")
         logprobs = values.get("logprobs")
         choices = values.get("choices")
+        cascade = values.get("cascade")
         return Delta(
             text=text,
             finish_reason=ended,
@@ -117,6 +128,7 @@ def delta_from_json(values: Mapping[str, Any]) -> Delta:
             timings=Timings(*timings) if timings and ended else None,
             logprobs=json.loads(logprobs) if logprobs else None,
             choices=tuple(LabelScore(**score) for score in json.loads(choices)) if choices else None,
+            cascade=Cascade(**json.loads(cascade)) if cascade else None,
         )
     except KeyError as error:
         raise ProtocolError(

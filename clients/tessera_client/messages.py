@@ -62,11 +62,21 @@ class LabelScore:
 
 
 @dataclass(frozen=True, slots=True)
+class Cascade:
+    """What became of a request whose tile policy is a cascade. ``margin``: the first cut's answer's, in nats.
+    ``escalated``: whether that was too small, so that the answer is the full cut's."""
+
+    margin: float
+    escalated: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """One response of a stream: the text that is new in it.
 
     ``finish_reason`` is empty until the last one, which may have no text; ``usage`` and ``timings`` come with it.
-    ``logprobs`` belong to this text, where they were asked for; ``choices`` come with the text that is the best one.
+    ``logprobs`` belong to this text, where they were asked for; ``choices`` come with the text that is the best one,
+    ``cascade`` with the last.
     """
 
     text: str
@@ -75,6 +85,7 @@ class Delta:
     timings: Timings | None = None
     logprobs: Any = None
     choices: tuple[LabelScore, ...] | None = None
+    cascade: Cascade | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,7 @@ class Answer:
     ``finish_reason``: ``"stop"`` (the model ended, or a stop string), ``"length"`` (max_tokens), ``"deadline"``
     (the server ran out of the request's time after some tokens) or ``"cancelled"``.
     ``choices``: each label's score, in the order given, if the question had ``choices``; ``text`` is the best label.
+    ``cascade``: what became of it, if its tile policy was one.
     ``seconds`` is the whole time as this side saw it, retries included; ``attempts`` counts them. ``server``: the
     address that answered.
     """
@@ -98,6 +110,7 @@ class Answer:
     attempts: int = 1
     choices: tuple[LabelScore, ...] | None = None
     server: str = ""
+    cascade: Cascade | None = None
 
     def __str__(self) -> str:
         return self.text

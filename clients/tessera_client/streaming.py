@@ -217,6 +217,7 @@ class BaseStream(ABC):
             seconds=self._deadline.elapsed(),
             attempts=self._attempts,
             choices=self._last.choices,
+            cascade=self._last.cascade,
             server=self._server,
         )
 

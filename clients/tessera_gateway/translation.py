@@ -211,11 +211,12 @@ def usage(answers: Sequence[Usage | None]) -> dict[str, Any] | None:
 
 
 def extras(answer: Answer | Delta) -> dict[str, Any]:
-    """The field ``tessera`` of an answer: milliseconds per stage, labels' scores, tokens of pictures."""
+    """The field ``tessera`` of an answer: milliseconds per stage, labels' scores, tokens of pictures, cascades."""
     return {
         "timings": answer.timings and {name: round(ms, 3) for name, ms in asdict(answer.timings).items()},
         "choices": answer.choices and [asdict(score) for score in answer.choices],
         "image_tokens": answer.usage and answer.usage.image_tokens,
+        **(asdict(answer.cascade) if answer.cascade else {}),
     }
 
 

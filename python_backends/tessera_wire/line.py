@@ -32,6 +32,8 @@ IDLE_SECONDS = 1.0
 RELEASE_SECONDS = 3.0
 LEASE = "tessera-lease"
 """The request parameter that names leases; servers that know none let it pass, for its hyphen."""
+SINCE = "tessera-since"
+"""The request parameter in which a server tells itself when a request first came that it asks once more."""
 
 Deliver = Callable[[Any], None]
 """Takes a request's ModelInferResponses as they come, then, once, None for the end or an error. Called by the thread
@@ -63,17 +65,20 @@ class Line:
         timeout: float | None = None,
         priority: int = 0,
         lease: str = "",
+        since: int = 0,
     ) -> Callable[[], Any]:
         """Starts a request; the server gives it ``timeout`` seconds.
 
         ``priority``: lower goes first. ``lease``: what is cancelled with the request, by its name, at every stage; on
-        a leased line it is the call's.
+        a leased line it is the call's. ``since``: what SINCE says; 0 says nothing.
 
         Returns what ends the listening to it."""
         message = self.connection.infer_message(model, request_id, tensors, timeout, priority=priority)
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         if lease:
             message.parameters[LEASE].string_param = lease
+        if since:
+            message.parameters[SINCE].string_param = str(since)
         with self._lock:
             if self._closed:
                 raise TesseraClientError("this client is closed", "open a new one")

@@ -12,7 +12,7 @@ from fake_transport import FakeTransport
 from fakes.web_page import serving
 
 from tessera_client import Client, contract
-from tessera_client.messages import LabelScore, Timings, Usage, chat_request
+from tessera_client.messages import Cascade, LabelScore, Timings, Usage, chat_request
 from tessera_wire.errors import InvalidRequest, ProtocolError
 
 
@@ -49,18 +49,19 @@ def test_outputs_become_a_delta() -> None:
             ("timings", timings),
             ("logprobs", text(b'[{"token": 1}]')),
             ("choices", text(b'[{"label": "n\xc3\xa9", "logprob": -1, "probability": 0.4, "normalized": 0.6}]')),
+            ("cascade", text(b'{"margin": 0.5, "escalated": true}')),
         ]
     )
     assert (last.text, last.finish_reason, last.usage) == ("né", "stop", Usage(9, 2, 4))
     assert last.usage is not None and last.usage.cached_tokens == 5
     assert (last.usage.drafted_tokens, last.usage.accepted_tokens) == (7, 6)
     assert last.timings == Timings(0, 1, 2, 3, 4, 5) and last.logprobs == [{"token": 1}]
-    assert last.choices == (LabelScore("né", -1, 0.4, 0.6),)
+    assert last.choices == (LabelScore("né", -1, 0.4, 0.6),) and last.cascade == Cascade(0.5, True)
     middle = contract.delta_from_raw(
         [("usage", bytes(12)), ("text_output", text(b"a"))]
-        + [(name, text(b"")) for name in ("finish_reason", "logprobs", "choices")]
+        + [(name, text(b"")) for name in ("finish_reason", "logprobs", "choices", "cascade")]
     )
-    assert (middle.usage, middle.timings, middle.logprobs, middle.choices) == (None, None, None, None)
+    assert (middle.usage, middle.timings, middle.logprobs, middle.choices, middle.cascade) == (None,) * 5
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,24 @@ def test_the_token_that_ends_an_answer_has_no_logprob_unless_its_text_is_kept(ke
     assert events[-1].usage.completion_tokens == 3
 
 
+@pytest.mark.parametrize(
+    ("stop", "reason", "least"),
+    [(None, "length", 0.25), (None, "stop", 0.25), ("b", None, 2.0), ("c", None, 1.0)],
+)
+def test_the_margin_is_the_least_of_the_answers_tokens_its_end_included(parts, stop, reason, least):
+    """And nothing that came behind a stop string. Log probabilities are told only where they were asked for."""
+    request = replace(make_request([1], **({"stop": stop} if stop else {})), stream=False, margin=True)
+    parts.answers.add(request, parts.events.append)
+    reports = [Report(-0.5, (), margin) for margin in (3.0, 2.0, 1.0, 0.25)]
+    step = [(request.number, token, report) for token, report in zip(b"abcd", reports)]
+    parts.take(Progress(step[:3]))
+    (event,) = parts.take(Progress(step[3:], [End(request.number, reason or "length")]))
+    assert (event.margin, event.logprobs) == (least, None)
+    parts.answers.add(plain := make_request([1]), parts.events.append)
+    (event,) = parts.take(Progress([(plain.number, 97, None)], [End(plain.number, "stop")]))
+    assert event.margin is None
+
+
 def deltas(tokens, together=1, **parameters):
     """Each push's text, then the flush's; ends at a stop string as the engine does."""
     detokenizer = Detokenizer(ByteTokenizer(), SamplingParameters.parse(parameters))

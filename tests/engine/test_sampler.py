@@ -12,7 +12,7 @@ from penalties_reference import penalized
 
 from tessera.engine.execution.penalties import Histories, echoes, history
 from tessera.engine.execution.sampler import SamplingRow, sample, uniform
-from tessera.engine.sequence import SamplingParameters, Sequence
+from tessera.engine.sequence import MOST_MARGIN, SamplingParameters, Sequence
 from tessera.kernels.transfer import Moment
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0, 1.5]).log_softmax(0)
@@ -40,10 +40,26 @@ def test_logprobs_describe_the_model_not_the_sampling():
     biased = row(logit_bias={"0": 100}, logprobs=0)
     none, (chosen, report), (other, own) = tokens(LOGITS.repeat(3, 1) + 3, [row(temperature=1e-30), sampled, biased])
     assert none == (1, None) and chosen == 4
-    assert other == 0 and own == (pytest.approx(float(LOGITS[0]), abs=1e-5), ())
+    assert other == 0 and own == (pytest.approx(float(LOGITS[0]), abs=1e-5), (), 0.0)
     assert math.isclose(report.logprob, float(LOGITS[4]), abs_tol=1e-5)
     assert [token for token, _ in report.top] == [1, 4]
     assert math.isclose(report.top[0][1], float(LOGITS[1]), abs_tol=1e-5)
+
+
+def test_the_margin_is_between_those_that_a_token_was_chosen_among():
+    wants = SamplingRow(SamplingParameters.parse({}), 0, 0, margin=True)
+    rows = [
+        wants,  # 2 against 1.5
+        wants._replace(forbidden=frozenset([4])),  # 2 against 1
+        wants._replace(parameters=SamplingParameters.parse({"logit_bias": {"0": 2.25}})),  # 2.25 against 2
+        wants._replace(mask=np.array([0b01001], np.uint8)),  # 0 against -1
+        wants._replace(mask=np.array([0b00100], np.uint8)),
+        wants._replace(mask=3),
+    ]
+    found = tokens(LOGITS.repeat(len(rows), 1), rows)
+    assert [token for token, _ in found] == [1, 1, 0, 0, 2, 3]
+    margins = [report.margin for _, report in found]
+    assert margins == pytest.approx([0.5, 1, 0.25, 1, MOST_MARGIN, MOST_MARGIN], abs=1e-6)
 
 
 ASKED = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from engine_fakes import (
     contents_of,
@@ -58,6 +60,22 @@ def test_those_that_wait_go_by_priority_then_by_arrival():
     run(engine)
     begun = [sequence.request.request_id for batch in runner.batches for sequence, start, *_ in batch if not start]
     assert begun == ["running", "c", "e", "a", "d", "b", "f"]
+
+
+def test_who_waited_before_goes_before_those_of_its_priority_that_came_since():
+    engine, runner = make_engine(max_sequences=1)
+    engine.submit(make_request([1], "running", max_tokens=9, ignore_eos=True, priority=-9))
+    engine.step()
+    for name, arrival, since, priority in (
+        *(("a", 10, 0, 0), ("b", 20, 0, 0), ("job", 5, 0, 3), ("c", 30, 15, 0), ("d", 40, 1, 3), ("e", 50, 35, 0)),
+        ("first", 60, 0, -1),
+    ):
+        request = make_request([1], name, max_tokens=1, priority=priority)
+        engine.submit(replace(request, arrival_ns=arrival, since_ns=since))
+        engine.step()
+    run(engine)
+    begun = [sequence.request.request_id for batch in runner.batches for sequence, start, *_ in batch if not start]
+    assert begun == ["running", "first", "a", "c", "b", "e", "d", "job"]
 
 
 @pytest.mark.parametrize("short_of", [{"max_sequences": 4}, {"num_blocks": 30}])

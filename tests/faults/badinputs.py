@@ -209,6 +209,11 @@ def named_faults() -> dict[str, tuple[dict[str, tuple[bytes, ...]], str]]:
         "unknown tile policy": (sampling(b'{"tile_policy": "mosaic"}'), "mosaic"),
         "a long tile policy key": (sampling(_json({"tile_policy": {"k" * 100_000: 1}})), "unknown key"),
         "a long thumbnail rule": (sampling(_json({"tile_policy": {"thumbnail": "x" * 100_000}})), "thumbnail"),
+        "a cascade of nothing": (sampling(b'{"tile_policy": {"cascade": []}}'), "object with a margin"),
+        "a long cascade key": (sampling(_json({"tile_policy": {"cascade": {"margin": 1, "k" * 100_000: 1}}})), "key"),
+        "a margin of many digits": (
+            sampling(b'{"max_tokens": 1, "tile_policy": {"cascade": {"margin": -1' + b"0" * 4000 + b"}}}"), "margin"
+        ),
         "max_tiles above the limit": (sampling(b'{"tile_policy": {"max_tiles": 105}}'), "104"),
         "min_tiles of many digits": (sampling(b'{"tile_policy": {"min_tiles": 1' + b"0" * 4000 + b"}}"), "min_tiles"),
     }  # fmt: skip

@@ -14,7 +14,7 @@ from clients.fake_transport import SCORES, USAGE, Hang, final
 from gateway_doubles import Asked, gateway
 from pydantic import BaseModel
 
-from tessera_client import Delta, Unavailable
+from tessera_client import Cascade, Delta, Unavailable
 from tessera_gateway import protocol, translation
 
 JPEG = "data:image/jpeg;base64," + base64.b64encode(b"jpeg").decode()
@@ -64,6 +64,14 @@ def test_a_whole_answer() -> None:
         "usage": {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 12, **details},
         "tessera": {"timings": timings, "choices": [asdict(score) for score in SCORES], "image_tokens": 4},
     }
+
+
+def test_a_cascades_end_is_told() -> None:
+    end = replace(final("yes"), cascade=Cascade(0.5, True))
+    policy = {"cascade": {"margin": 1.5, "full": "native"}}
+    door = gateway([end], [end])
+    told = [door.ask(tessera={"tile_policy": policy}).json(), events(door.ask(stream=True))[-1]]
+    assert [(each["tessera"]["margin"], each["tessera"]["escalated"]) for each in told] == [(0.5, True)] * 2
 
 
 def test_a_streamed_answer() -> None:

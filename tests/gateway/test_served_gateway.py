@@ -109,7 +109,7 @@ def test_labels_tiles_shapes_and_text_alone(client: openai.OpenAI, picture: byte
         wire: bool
         sockets: Literal[0, 1, 2]
 
-    own = {"tessera": {"choices": ["yes", "no"], "tile_policy": {"max_tiles": 1}}}
+    own: Any = {"tessera": {"choices": ["yes", "no"], "tile_policy": {"max_tiles": 1}}}
     answer = client.chat.completions.create(model="vlm", messages=messages(picture), extra_body=own)
     scores = answer.tessera["choices"]  # type: ignore[attr-defined]
     assert [score["label"] for score in scores] == ["yes", "no"]
@@ -117,6 +117,10 @@ def test_labels_tiles_shapes_and_text_alone(client: openai.OpenAI, picture: byte
     asked: Any = {"model": "vlm", "messages": messages(picture), "max_tokens": 60}
     parsed = client.chat.completions.parse(**asked, response_format=Finding)
     assert isinstance(parsed.choices[0].message.parsed, Finding)
+    own["tessera"]["tile_policy"] = {"cascade": {"margin": "inf"}}
+    cut = client.chat.completions.create(model="vlm", messages=messages(picture), extra_body=own)
+    assert cut.tessera["escalated"] and cut.tessera["margin"] > 0  # type: ignore[attr-defined]
+    assert cut.tessera["image_tokens"] > answer.tessera["image_tokens"]  # type: ignore[attr-defined]
     tool: Any = {"type": "function", "function": {"name": "note", "parameters": Finding.model_json_schema()}}
     called = client.chat.completions.create(**asked, tools=[tool], tool_choice="required").choices[0]
     call: Any = (called.message.tool_calls or [None])[0]

@@ -88,6 +88,19 @@ def test_the_lease_a_request_names(backend: object) -> None:
         tensors.lease(InferenceRequest([], parameters='{"tessera-lease": 3}'))
 
 
+def test_since_when_a_request_waits_is_the_servers_own_word(backend: object) -> None:
+    assert tensors.since(InferenceRequest([])) == 0
+    named = InferenceRequest([], parameters='{"tessera-since": "7"}')
+    assert tensors.since(named) == 7 and tensors.sampling(named, "sampling_parameters") == {}
+    job = vision.StageJob(named)
+    with pytest.raises(InvalidRequest, match="wants PIXELS"):
+        job.read(named)
+    assert job.since_ns == 7
+    for value in ("7", '"-7"', '"x"', f'"{10**18}"', f'"{"9" * 5000}"'):
+        with pytest.raises(InvalidRequest, match="'tessera-since' is the server's own"):
+            tensors.since(InferenceRequest([], parameters=f'{{"tessera-since": {value}}}'))
+
+
 def test_no_stage_works_for_who_has_gone(house: House) -> None:
     house.leases.end("gone")
     request = InferenceRequest([strings("text_input", b"?")], parameters='{"tessera-lease": "other gone"}')

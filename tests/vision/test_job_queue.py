@@ -27,8 +27,12 @@ def queue():
     return JobQueue()
 
 
+def job(priority, **about):
+    return SimpleNamespace(**{"priority": priority, "since_ns": 0, **about})
+
+
 def put(queue, *priorities):
-    queue.put([SimpleNamespace(priority=priority) for priority in priorities])
+    queue.put(map(job, priorities))
 
 
 def priorities(entries):
@@ -37,7 +41,7 @@ def priorities(entries):
 
 def test_the_better_first_equal_ones_in_order_and_one_priority_at_a_time(clock, queue):
     dice = random.Random(0)
-    jobs = [SimpleNamespace(priority=dice.choice((-2, 0, 0, 0, 3)), number=number) for number in range(3 * MOST)]
+    jobs = [job(dice.choice((-2, 0, 0, 0, 3)), number=number) for number in range(3 * MOST)]
     queue.put(jobs)
     queue.close()
     batches = list(iter(queue.take, []))
@@ -109,3 +113,11 @@ def test_a_better_one_is_expected_for_30_seconds_after_the_last(clock, queue):
     for clock.steps, expected in ((0, True), (0.49, True), (0.51, False)):  # of a minute
         put(queue, 10)
         assert queue.expects_before(10) == expected and not queue.expects_before(0)
+
+
+def test_who_waited_before_goes_by_the_age_of_both_waits(clock, queue):
+    clock.steps = 5.0
+    put(queue, 0)
+    (entry,) = queue.take()
+    queue.put([job(0, since_ns=4 * STEP_NS), job(0, since_ns=5 * STEP_NS + 1), job(1, since_ns=4 * STEP_NS - 1)])
+    assert [each.job.since_ns / STEP_NS for each in queue.take_before(entry)] == [4.0]

@@ -117,7 +117,7 @@ def encoder(batch=4, cache=0, runner=None, **more):
 class Job:
     """What a stage's job is to the scheduler, with the order of all answers: (number, tiles or the error)."""
 
-    deadline_ns = 0
+    deadline_ns = since_ns = 0
 
     def __init__(self, number, pictures, answers, priority=0):
         self.number, self.item, self.answers, self.priority = number, item(*pictures), answers, priority

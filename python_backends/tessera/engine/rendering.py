@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tessera.engine.process.messages import End, Progress
-from tessera.engine.sequence import Report, Request, SamplingParameters, TokenEvent, Usage
+from tessera.engine.sequence import MOST_MARGIN, Report, Request, SamplingParameters, TokenEvent, Usage
 from tessera.errors import TesseraError
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Answer:
     tokens: int = 0
     held: list[int] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)  # of the held ones, if the request asked for any
+    margin: float = MOST_MARGIN  # the least of the tokens so far, if the request asked for it
     last: TokenEvent | None = None  # its text is over, though the engine may not know yet
     # Not delivered yet:
     text: str = ""
@@ -174,7 +175,9 @@ class Answers:
         answer.text += text
         answer.token_ids += tokens
         spoken = tokens[:-1] if ended_by_token else tokens
-        for token, report in zip(spoken, reports):
+        if answer.request.margin:
+            answer.margin = min([answer.margin, *(report.margin for report in reports[: len(tokens)])])
+        for token, report in zip(spoken, reports if answer.request.sampling.logprobs is not None else ()):
             top = [self._logprob(*pair) for pair in report.top]
             answer.logprobs.append(self._logprob(token, report.logprob) | {"top": top})
         if reason is None and not answer.request.stream:
@@ -201,6 +204,7 @@ class Answers:
             end.error,
             end.labels and end.labels.scores,
             drafted_tokens=end.drafted_tokens,
+            margin=end.labels.margin if end.labels else answer.margin if request.margin else None,
         )
         answer.text, answer.token_ids, answer.logprobs = "", [], []
         return event

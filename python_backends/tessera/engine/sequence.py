@@ -35,12 +35,17 @@ NOT_FINITE = -1
 class Report(NamedTuple):
     """A chosen token's log probability, and others (id, log probability): what a request may ask for besides the token.
 
-    For a sequence that scores labels ``top`` holds its branch's children, and the token means nothing.
+    For a sequence that scores labels ``top`` holds its branch's children, and the token means nothing. ``margin``: by
+    how many nats the token was likelier than any other that it might have been, at most MOST_MARGIN.
     """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    margin: float = 0.0
 
+
+MOST_MARGIN = 1e9
+"""Stands for the margin where nothing else was possible, so that JSON stays finite."""
 
 SampledToken: TypeAlias = tuple[int, Report | None]
 """One chosen token, or NOT_FINITE, and the report where one was asked for."""
@@ -88,7 +93,7 @@ class Sequence:
         prompt = np.asarray(request.input_ids)
         spans = np.asarray(request.spans).reshape(-1, 2)
         self.request = request
-        self.rank = rank(request.sampling.priority, request.arrival_ns)
+        self.rank = rank(request.sampling.priority, request.since_ns or request.arrival_ns)
         self.prompt_length = len(prompt)
         most = max_tokens or request.sampling.max_tokens
         assert most is not None, "nothing says how long the answer may be"
@@ -100,7 +105,8 @@ class Sequence:
         self.image_positions = np.concatenate(
             [np.arange(start, start + length) for start, length in spans] or [np.zeros(0, np.int64)]
         )
-        self._greedy_from = 0 if request.sampling.greedy else math.inf  # a place in the answer
+        plain = request.sampling.greedy and not request.margin
+        self._greedy_from = 0 if plain else math.inf  # a place in the answer
         if self.stop_ids:  # until then they are forbidden
             self._greedy_from = max(self._greedy_from, request.sampling.min_tokens)
         self.embeddings = request.embeddings
@@ -290,7 +296,8 @@ class Request:
     ids that stand there are ignored. ``embeddings`` [sum of span lengths, hidden], any float dtype, on any device,
     or None without pictures. ``digest`` int64 [2k]: the content key of each picture. ``positions`` int [axes, L],
     None for 0..L-1. ``arrival_ns`` and ``deadline_ns`` (None: never) are on time.monotonic_ns's clock. ``lease``: the
-    names of what ends it with its client (tritonserver/leases.py), maybe none.
+    names of what ends it with its client (tritonserver/leases.py), maybe none. ``margin``: whether the margin of its
+    tokens is wanted. ``since_ns``: what it ranks by, where it waited before, with another cut; else 0.
     """
 
     request_id: str
@@ -304,6 +311,8 @@ class Request:
     positions: np.ndarray | None = None
     deadline_ns: int | None = None
     lease: str = ""
+    margin: bool = False
+    since_ns: int = 0
     number: int = field(default_factory=itertools.count().__next__)
 
     @property
@@ -357,7 +366,8 @@ class TokenEvent:
     engine did not take the request. ``logprobs``: one JSON-ready dict a token:
     token_id, text, logprob and top, a list of {token_id, text, logprob}. ``choices``: one JSON-ready dict a label, at
     the end of a request that scores labels. ``drafted_tokens``: how many were verified, and how many of these were
-    right. Times are on time.monotonic_ns's clock, 0 where it did not happen.
+    right. ``margin``, at the end: the log odds of the best label against the second, or, where the request wants it,
+    the least margin of the answer's tokens. Times are on time.monotonic_ns's clock, 0 where it did not happen.
     """
 
     request: Request
@@ -374,3 +384,4 @@ class TokenEvent:
     choices: list[dict[str, Any]] | None = None
     refusal: TesseraError | None = None
     drafted_tokens: tuple[int, int] = (0, 0)
+    margin: float | None = None

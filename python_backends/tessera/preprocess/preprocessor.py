@@ -25,7 +25,7 @@ from tessera.models.registry import family_for, read_config
 from tessera.preprocess.decode import RESIZE_MODES, decode, encoded_bytes, read_checked_header
 from tessera.preprocess.headers import Header
 from tessera.prompt.messages import Chat, parse_chat
-from tessera.prompt.prompt import PromptBuilder
+from tessera.prompt.prompt import Prompt, PromptBuilder
 from tessera.prompt.sampling import POLICY_KEYS
 from tessera.prompt.tokenizer import Tokenizer
 from tessera.settings.stages import PreprocessSettings
@@ -41,6 +41,7 @@ class PreprocessRequest:
     """``text`` (one user turn) or OpenAI-style ``messages``; ``images`` as encoded bytes or base64 text.
 
     ``tile_policy``, ``min_pixels`` and ``max_pixels``: how finely they are cut; each family knows some of these.
+    ``low``: the least detail is enough of all of them.
     """
 
     text: str | None = None
@@ -49,6 +50,7 @@ class PreprocessRequest:
     tile_policy: dict[str, Any] | str | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
+    low: bool = False
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -69,6 +71,18 @@ class Picture:
     def size(self) -> int:
         """Bytes that it takes of PIXELS."""
         return FRAME.size + len(self.data) if self.kind == KIND_ENCODED else self.plan.pixel_bytes
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A request before its pixels."""
+
+    pictures: list[Picture]
+    prompt: Prompt
+
+    @property
+    def plans(self) -> tuple[ImagePlan, ...]:
+        return tuple(picture.plan for picture in self.pictures)
 
 
 @dataclass(frozen=True)
@@ -119,12 +133,20 @@ class Preprocessor:
 
     def __call__(self, request: PreprocessRequest) -> Prepared:
         """Raises InvalidRequest that names the image by its place in the prompt (from 0)."""
+        return self.prepare(self.plan(request))
+
+    def plan(self, request: PreprocessRequest) -> Planned:
+        """Everything but the pixels, by the pictures' headers; raises as a call."""
         chat = parse_chat(request.text, request.messages, len(request.images))
         images = self._encoded(chat, request.images)
         policy = self.family.policy(request.asked, self.policy, self.max_cost)
-        pictures = self._pictures(images, [self.family.low_detail(policy) if low else policy for low in chat.low])
-        plans = tuple(picture.plan for picture in pictures)
-        prompt = self.prompts.build(chat.messages, plans)
+        low = (each or request.low for each in chat.low)
+        pictures = self._pictures(images, [self.family.low_detail(policy) if each else policy for each in low])
+        return Planned(pictures, self.prompts.build(chat.messages, tuple(picture.plan for picture in pictures)))
+
+    def prepare(self, planned: Planned) -> Prepared:
+        """Raises InvalidRequest for a picture that cannot be decoded."""
+        pictures, prompt, plans = planned.pictures, planned.prompt, planned.plans
         digests = [
             digest(picture.data, picture.kind, picture.plan, self._digest_settings, self.checkpoint)
             for picture in pictures

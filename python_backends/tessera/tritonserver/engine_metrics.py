@@ -44,13 +44,15 @@ _COUNTERS = {
     "prompts": "Prompts begun",
     "prefill_steps": "Steps in which a prompt began",
     "engine_held_up_seconds": "Time the engine's thread waited while it planned and launched steps",
+    "cascades": "Requests of a cascade whose first cut has an answer",
+    "escalations": "Those of them that went on with the full cut",
     "embeddings_on_cpu": "Requests whose rows came over the CPU to an engine on a GPU",
 }
 
 
 class MetricsPage:
-    """Publishes what ``counts`` returns, an EngineProcess's, and what its GPU draws, by ``meter``; one thread of
-    its own, ended by close()."""
+    """Publishes what ``counts`` returns, an EngineProcess's and a FullCuts's, and what its GPU draws, by ``meter``; one
+    thread of its own, ended by close()."""
 
     def __init__(self, counts: Callable[[], dict[str, int]], meter: GpuMeter | None = None) -> None:
         self._counts = counts

@@ -1,46 +1,29 @@
 """The fronts `vlm_unary` and `vlm_stream`: hand a request on to this server's ensemble, watch for clients that leave.
 
-Tensors pass through as they are, both ways: preprocess checks a request, the ensemble's config says what is answered.
-
 Cancellation does not reach a step of an ensemble that has begun, so a front, which sees its own client leave, ends the
 lease that the request names at the language model (tritonserver/leases.py).
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import uuid
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from tessera.tritonserver import heaps, tensors
+from tessera.tritonserver import ensemble, heaps, tensors
 from tessera.tritonserver.failures import KEY as TIMEOUT_KEY
-from tessera.tritonserver.failures import error_response, failure
+from tessera.tritonserver.failures import error_response
 from tessera.tritonserver.responder import Channel, Outbox, Responder, Watcher
 from tessera.tritonserver.settings import StageSettings
 from tessera_wire import errors
 from tessera_wire.connection import Connection
 from tessera_wire.line import Line
-from tessera_wire.tensors import Tensor, bytes_tensor, elements
+from tessera_wire.tensors import Tensor
 
-ENSEMBLE = "vlm"
 WATCH_SECONDS = 0.02
-CLOSE_SECONDS = 3.0
 SENDER_THREADS = 4
-NUMBERS = {"INT32": np.int32, "FP32": np.float32}
-
-# The ensemble's errors -> the status a front answers with; whatever is not here is INTERNAL.
-STATUS: dict[type[errors.TesseraClientError], str] = {
-    errors.InvalidRequest: "INVALID_ARGUMENT",
-    errors.Unavailable: "UNAVAILABLE",
-    errors.DeadlineExceeded: "UNAVAILABLE",
-    errors.ConnectionFailed: "UNAVAILABLE",
-    errors.Cancelled: "CANCELLED",
-}
 
 
 class TritonPythonModel:
@@ -71,7 +54,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._clients.close()
-        self._line.close(CLOSE_SECONDS)
+        self._line.close(ensemble.CLOSE_SECONDS)
         self._outbox.close()
 
     def open_line(self, address: str) -> Line:
@@ -94,7 +77,7 @@ class TritonPythonModel:
         self._clients.watch(responder, lease)
         channel: Channel[Any] = Channel(partial(self._answer, responder))
         self._line.send(
-            *(ENSEMBLE, request_id, inputs, partial(self._outbox.post, channel)),
+            *(ensemble.ENSEMBLE, request_id, inputs, partial(self._outbox.post, channel)),
             priority=priority if isinstance(priority, int) else 0,
             lease=lease,
         )
@@ -107,27 +90,23 @@ class TritonPythonModel:
             "stream": self._streams and tensors.flag(request, "stream", True),
             "exclude_input_in_output": tensors.flag(request, "exclude_input_in_output", False),
         }
-        inputs = [
-            bytes_tensor(tensor.name(), *map(bytes, tensor.as_numpy().reshape(-1)))
+        texts = (
+            (tensor.name(), [*map(bytes, tensor.as_numpy().reshape(-1))])
             for tensor in request.inputs()
             if tensor.name() not in (*flags, "sampling_parameters")
-        ]
-        if sampling:
-            inputs.append(bytes_tensor("sampling_parameters", json.dumps(sampling).encode()))
-        return [*inputs, *(Tensor(name, "BOOL", (1,), bytes([value])) for name, value in flags.items())]
+        )
+        return ensemble.inputs(texts, sampling, flags)
 
     def _answer(self, responder: Responder, items: list[Any]) -> None:
         for item in items:
             ended = item is None or isinstance(item, errors.TesseraClientError)
             try:
                 if not ended:
-                    responder.send(relayed(item), final=not self._streams)
-                elif item is not None:
-                    responder.send(failure(STATUS.get(type(item), "INTERNAL"), item.message), final=True)
-                elif self._streams:
+                    responder.send(ensemble.response(ensemble.outputs(item)), final=not self._streams)
+                elif item is None and self._streams:
                     responder.finish()
                 else:  # not sent where the answer was
-                    responder.send(failure("INTERNAL", "the ensemble gave no answer"), final=True)
+                    responder.send(ensemble.failed(item), final=True)
             except Exception as error:
                 responder.send(error_response(self._name, error), final=True)
             if ended:
@@ -137,18 +116,3 @@ class TritonPythonModel:
         self._clients.forget(responder)
         with self._lock:
             self._request_ids.pop(responder, None)
-
-
-def relayed(message: Any) -> Any:
-    """One response of the ensemble (a ModelInferResponse) as a response of a front."""
-    outputs = zip(message.outputs, message.raw_output_contents, strict=True)
-    return tensors.response(
-        [tensors.output(each.name, values_of(each.datatype, raw).reshape(each.shape)) for each, raw in outputs]
-    )
-
-
-def values_of(datatype: str, raw: bytes) -> np.ndarray:
-    """A BYTES, INT32 or FP32 tensor's raw contents as a flat array."""
-    if datatype == "BYTES":
-        return np.array(list(elements(raw)), dtype=np.object_)
-    return np.frombuffer(bytearray(raw), dtype=NUMBERS[datatype])

@@ -19,7 +19,8 @@ from tessera.errors import InvalidRequest, end_process_if_lost
 from tessera.models.registry import read_config
 from tessera.settings.gpu import GpuMeter
 from tessera.settings.stages import EngineConfig
-from tessera.tritonserver import backend, leases, tensors
+from tessera.tritonserver import backend, ensemble, leases, tensors
+from tessera.tritonserver.cascade import FullCut, FullCuts
 from tessera.tritonserver.engine_metrics import MetricsPage
 from tessera.tritonserver.failures import deadline_exceeded, error_response, failure
 from tessera.tritonserver.gpu_pool import answer_warm_up
@@ -28,6 +29,9 @@ from tessera.tritonserver.metrics import show_weights, write_to_server_log
 from tessera.tritonserver.responder import Channel, Outbox, Responder
 from tessera.tritonserver.settings import StageSettings
 from tessera.tritonserver.tensors import unpacked
+from tessera_wire.connection import Connection
+from tessera_wire.errors import TesseraClientError
+from tessera_wire.line import Line
 
 _LOG = logging.getLogger(__name__)
 
@@ -60,8 +64,9 @@ class TritonPythonModel:
         self._device = config.device
         self._engine = EngineProcess(settings.checkpoint, config, partial(os._exit, 1))
         show_weights("language_model", self._engine.weights, self._engine.weight_bytes)
-        self._page = MetricsPage(self._engine.counts, meter_of(config.device))
-        self._leases = Leases(self._engine.cancel_all)
+        self._full_cuts = FullCuts(Line(Connection(settings.grpc_address)), self._outbox)
+        self._page = MetricsPage(lambda: self._engine.counts() | self._full_cuts.counts(), meter_of(config.device))
+        self._leases = Leases(self._cancel)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -74,6 +79,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._leases.stop()
         self._engine.stop()
+        self._full_cuts.close()
         self._outbox.close()
         self._page.close()
 
@@ -97,8 +103,9 @@ class TritonPythonModel:
         if lease is not None:
             self._leases.open(lease, responder)
             return
-        reply = Reply(request, responder, self._page)
-        whole, rows = read_request(request, reply.stream, reply.deadline_ns)
+        reply = Reply(request, responder, self._page, self._full_cuts)
+        stream, margin = reply.stream and not reply.full_cut, reply.full_cut is not None
+        whole, rows = read_request(request, stream, reply.deadline_ns, margin)
         rows = None if rows is None else unpacked(rows, self._hidden)
         self._engine.submit(whole, partial(self._outbox.post, reply.channel), rows)
         if leases.is_over(whole.lease):  # asked after it can be cancelled: none falls between
@@ -107,13 +114,20 @@ class TritonPythonModel:
         cancel_if_left = partial(self._cancel_if_left, responder, whole.number)
         self._outbox.post(Channel(lambda calls: calls[0]()), cancel_if_left)
 
+    def _cancel(self, name: str) -> None:
+        self._engine.cancel_all(name)
+        for lease in self._full_cuts.leases_of(name):
+            self._leases.end(lease)
+
     def _cancel_if_left(self, responder: Responder, number: int) -> None:
         """For a client that left while an earlier stage ran, which nothing else reports."""
         if responder.is_cancelled():
             self._engine.cancel(number)
 
 
-def read_request(request: Any, stream: bool, deadline_ns: int | None) -> tuple[Request, torch.Tensor | None]:
+def read_request(
+    request: Any, stream: bool, deadline_ns: int | None, margin: bool = False
+) -> tuple[Request, torch.Tensor | None]:
     """The stage's tensors as the engine's Request, and its rows, the server's own: valid during execute()."""
     input_ids, spans = tensors.array(request, "INPUT_IDS"), tensors.array(request, "SPANS")
     if input_ids is None or spans is None:
@@ -132,6 +146,8 @@ def read_request(request: Any, stream: bool, deadline_ns: int | None) -> tuple[R
         stream=stream,
         deadline_ns=deadline_ns,
         positions=None if positions is None else positions.copy(),
+        margin=margin and sampling.choices is None,  # labels have one by themselves
+        since_ns=tensors.since(request),
     )
     # A text-only request past a plan brings the rows of a blank tile, which nothing points at.
     has_rows = rows is not None and spans.size > 0
@@ -139,23 +155,24 @@ def read_request(request: Any, stream: bool, deadline_ns: int | None) -> tuple[R
 
 
 class Reply:
-    """Turns one request's token events into responses."""
+    """Turns one request's token events into responses. With a ``full_cut``, into one, if it is not asked for that."""
 
-    def __init__(self, request: Any, responder: Responder, page: MetricsPage) -> None:
+    def __init__(self, request: Any, responder: Responder, page: MetricsPage, full_cuts: FullCuts) -> None:
         self.responder = responder
-        self._page = page
+        self._page, self._full_cuts = page, full_cuts
         self.stream = tensors.flag(request, "stream", True)
         echo = not tensors.flag(request, "exclude_input_in_output", False)
         self._prefix = (tensors.text(request, "text_input") or "") if echo else ""
         self._stamps = tensors.timestamps(request, "STAMPS", "language_model", tensors.OF_BOTH, tensors.OF_PREPROCESS)
         self.deadline_ns = self._stamps.deadline or None
         self.channel: Channel[TokenEvent] = Channel(self._deliver)
+        parts = tensors.byte_strings(request, "CASCADE")
+        self.full_cut = FullCut(request, parts, self._stamps, self.stream) if parts else None
 
     def _deliver(self, events: list[TokenEvent]) -> None:
-
         last = events[-1]
         if last.refusal is not None:
-            self.responder.send(error_response("language_model", last.refusal), final=True)
+            self._fail(last.refusal)
             return
         if last.finish_reason is not None:
             self._page.observe(last)
@@ -165,6 +182,14 @@ class Reply:
         if last.finish_reason == "deadline" and not last.usage.completion_tokens:
             self.responder.send(deadline_exceeded(self._stamps.received), final=True)
             return
+        cascade = ""
+        if self.full_cut and last.finish_reason in ("stop", "length"):
+            assert last.margin is not None, "nothing tells the answer's margin"
+            told = {"margin": last.margin, "escalated": self._full_cuts.decide(self.full_cut, last.margin)}
+            cascade = json.dumps(told)
+            if told["escalated"]:
+                self._full_cuts.ask(self.full_cut, partial(self._hand_on, cascade, self._timings(last)), self._fail)
+                return
         text, self._prefix = self._prefix + "".join(event.text for event in events), ""
         entries = [entry for event in events for entry in event.logprobs or []]
         final = last.finish_reason is not None
@@ -179,9 +204,27 @@ class Reply:
                 tensors.output("timings", self._timings(last) if final else np.zeros(6, np.float32)),
                 tensors.text_output("logprobs", json.dumps(entries) if entries else ""),
                 tensors.text_output("choices", json.dumps(last.choices) if last.choices else ""),
+                tensors.text_output("cascade", cascade),
             ]
         )
         self.responder.send(response, final)
+
+    def _fail(self, error: Exception) -> None:
+        self.responder.send(error_response("language_model", error), final=True)
+
+    def _hand_on(self, cascade: str, first_ms: np.ndarray, item: Any) -> None:
+        """What the ensemble answers to the full cut, in place of the first one's answer."""
+        if item is None or isinstance(item, TesseraClientError):
+            self.responder.send(ensemble.failed(item), final=True)  # not sent where the answer was
+            return
+        outputs = ensemble.outputs(item)
+        final = outputs["finish_reason"][0] != b""
+        if final:
+            outputs["cascade"] = np.array([cascade.encode()], dtype=np.object_)
+            # It counts from the first cut's arrival.
+            outputs["timings"][0] = max(0.0, outputs["timings"][0] - first_ms.sum())
+            outputs["timings"] += first_ms
+        self.responder.send(ensemble.response(outputs), final)
 
     def _timings(self, event: TokenEvent) -> np.ndarray:
         """Milliseconds from one station to the next: see `timings` in the stage's config.pbtxt."""

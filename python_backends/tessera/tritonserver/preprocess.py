@@ -12,6 +12,7 @@ import numpy as np
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.models.family import ImagePlan, ModelFamily, View
 from tessera.models.registry import read_config
+from tessera.preprocess.cascade import Cascade
 from tessera.preprocess.decode import use_one_thread
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
 from tessera.prompt.grammar import grammar
@@ -49,18 +50,24 @@ class TritonPythonModel:
                 return tensors.response([stamps, tensors.text_output("SERVED", self._served)])
             if leases.is_over(tensors.lease(request)):
                 return failure("CANCELLED", "the client has gone")
+            received = tensors.since(request) or received
             sampling = tensors.sampling(request, "sampling_parameters")
             deadline = deadline_ns(request, sampling, received)
             # The engine checks all of it again, but would refuse only after all the other work.
             parameters = SamplingParameters.parse(sampling)
             grammar(parameters)  # read; the engine compiles it
-            prepared = self._preprocessor(read_request(request, sampling))
-            self._check_room(len(prepared.input_ids), parameters.least_room)
+            cascade, asked = Cascade.of(sampling, parameters), read_request(request, sampling)
+            cuts = [self._preprocessor.plan(cut) for cut in ([asked] if cascade is None else cascade.cuts(asked))]
+            for cut in cuts:
+                self._check_room(len(cut.prompt.input_ids), parameters.least_room)
+            prepared = self._preprocessor.prepare(cuts[0])
         except Exception as error:
             return error_response("preprocess", error)
         outputs = self._outputs(prepared, deadline, parameters.priority, received)
         if "CUT" in request.requested_output_names():  # the ensemble does not
             outputs.append(tensors.text_output("CUT", cut_json(self._preprocessor.family, prepared.plans)))
+        if cascade is not None:
+            outputs.append(tensors.output("CASCADE", cascade_parts(cascade, request, cuts[0].plans == cuts[1].plans)))
         return tensors.response(outputs)
 
     def _check_room(self, prompt: int, answer: int) -> None:
@@ -117,11 +124,22 @@ def cut_json(family: ModelFamily, plans: Sequence[ImagePlan]) -> str:
     return json.dumps([{"tokens": plan.tokens, **common, "views": [*map(seen, plan.views)]} for plan in plans])
 
 
+def cascade_parts(cascade: Cascade, request: Any, alike: bool) -> np.ndarray:
+    """What the language model needs for the full cut: JSON, the messages, the pictures. Where both cuts are ``alike``,
+    or no answer is without the margin, the JSON alone."""
+    margin = 0.0 if alike else cascade.margin
+    parts = [json.dumps({"margin": margin, "tile_policy": cascade.full}).encode()]
+    if margin:
+        parts += [b"".join(tensors.byte_strings(request, "messages")), *tensors.byte_strings(request, "image")]
+    return np.array(parts, dtype=np.object_)
+
+
 def read_request(request: Any, sampling: Mapping[str, Any]) -> PreprocessRequest:
     """The client's tensors as a PreprocessRequest; raises InvalidRequest that names the input at fault."""
+    policies: dict[str, Any] = {name: sampling.get(name) for name in POLICY_KEYS}
     return PreprocessRequest(
         text=tensors.text(request, "text_input"),
         messages=tensors.json_value(request, "messages", list),
         images=tensors.byte_strings(request, "image"),
-        **{name: sampling.get(name) for name in POLICY_KEYS},
+        **policies,
     )

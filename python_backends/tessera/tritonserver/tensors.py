@@ -15,7 +15,7 @@ import numpy as np
 
 from tessera.errors import InvalidRequest
 from tessera.tritonserver import backend
-from tessera_wire.line import LEASE
+from tessera_wire.line import LEASE, SINCE
 
 if TYPE_CHECKING:
     import torch
@@ -139,6 +139,17 @@ def lease(request: Any) -> str:
     if not isinstance(value, str):
         raise InvalidRequest(f"request parameter '{LEASE}' must be text, not {value!r:.50}")
     return value
+
+
+def since(request: Any) -> int:
+    """When the request first came, of one that goes on with another cut of its pictures; 0 of all others.
+
+    On time.monotonic_ns's clock. Raises InvalidRequest.
+    """
+    value = json.loads(request.parameters() or "{}").get(SINCE, "0")
+    if not (isinstance(value, str) and value.isdecimal() and len(value) < 20 and int(value) <= time.monotonic_ns()):
+        raise InvalidRequest(f"request parameter '{SINCE}' is the server's own; leave it out")
+    return int(value)
 
 
 class RequestTimestamps(NamedTuple):

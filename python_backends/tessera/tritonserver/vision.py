@@ -103,6 +103,7 @@ class StageJob:
         self._started = time.monotonic_ns()
         self._stamps = tensors.RequestTimestamps()
         self._lease = ""
+        self.since_ns = 0
 
     @property
     def deadline_ns(self) -> int:
@@ -123,7 +124,7 @@ class StageJob:
     def read(self, request: Any) -> bool:
         """Reads the request's tensors; False if it needed no work and is answered."""
         self._stamps = tensors.timestamps(request, "STAMPS", "vision_encoder", tensors.OF_PREPROCESS)
-        self._lease = tensors.lease(request)
+        self._lease, self.since_ns = tensors.lease(request), tensors.since(request)
         if is_over(self.deadline_ns):  # its time ran out while it waited here: no work goes into it
             self._responder.send(deadline_exceeded(self._stamps.received), final=True)
             return False

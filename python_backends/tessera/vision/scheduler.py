@@ -47,6 +47,11 @@ class Job(Protocol):
         """Lower goes first."""
         ...
 
+    @property
+    def since_ns(self) -> int:
+        """What it ranks by, where it waited before, with another cut; else 0."""
+        ...
+
     def begin(self) -> None:
         """It waits no longer."""
         ...
@@ -88,7 +93,7 @@ class JobQueue:
     def put(self, jobs: Iterable[Job]) -> None:
         """Adds requests, all at once."""
         now = time.monotonic_ns()
-        entries = [Entry(rank(job.priority, now), next(self._numbers), job) for job in jobs]
+        entries = [Entry(rank(job.priority, job.since_ns or now), next(self._numbers), job) for job in jobs]
         with self._changed:
             for entry in entries:
                 self._expected.saw(entry.job.priority, now)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tessera.engine.execution.penalties import Penalties
-from tessera.engine.sequence import NOT_FINITE, Report, SampledToken, SamplingParameters, Sequence
+from tessera.engine.sequence import MOST_MARGIN, NOT_FINITE, Report, SampledToken, SamplingParameters, Sequence
 from tessera.kernels.transfer import Moment, to_device, to_host
 from tessera.kernels.tuning import layer_kernels
 
@@ -24,7 +24,8 @@ class SamplingRow(NamedTuple):
     """What one token needs: parameters, the seed, its place in the answer, and tokens that it may not be.
 
     ``children``: tokens whose log probabilities are asked for instead, where labels are scored. ``mask``: the tokens
-    that it may be, uint8 [ceil(vocabulary / 8)] with the lowest bit first, or the only one; None: any.
+    that it may be, uint8 [ceil(vocabulary / 8)] with the lowest bit first, or the only one; None: any. ``margin``:
+    whether the token's is asked for.
     """
 
     parameters: SamplingParameters
@@ -33,6 +34,7 @@ class SamplingRow(NamedTuple):
     forbidden: frozenset[int] = frozenset()
     children: tuple[int, ...] = ()
     mask: np.ndarray | int | None = None
+    margin: bool = False
 
     @classmethod
     def of(cls, sequence: Sequence, drafted: int = 0) -> SamplingRow:
@@ -42,7 +44,7 @@ class SamplingRow(NamedTuple):
         place, mask = sequence.place + drafted, sequence.mask(drafted)  # which knows of min_tokens
         short = place < parameters.min_tokens and mask is None
         forbidden = sequence.stop_ids if short else frozenset()
-        return cls(parameters, sequence.seed, place, forbidden, sequence.children, mask)
+        return cls(parameters, sequence.seed, place, forbidden, sequence.children, mask, sequence.request.margin)
 
 
 class SampledRows:
@@ -59,7 +61,7 @@ class SampledRows:
         details: SequenceType[torch.Tensor] = (),
     ) -> None:
         """``reported``: rows with log probabilities, and of how many tokens besides their own. ``details``: the r
-        rows' own [r], those of the others [r, most], and which these are, int64 [r, most].
+        rows' own [r], those of the others [r, most], which these are, int64 [r, most], and the margins [r].
         """
         self.ids = ids
         self._started = started
@@ -72,8 +74,8 @@ class SampledRows:
         self._arrived.wait()
         ids, *details = (tensor.tolist() for tensor in self._on_host)
         chosen: list[SampledToken] = [(token, None) for token in ids]
-        for (row, count), own, values, wanted in zip(self._reported, *details):
-            chosen[row] = ids[row], Report(own, tuple(zip(wanted[:count], values[:count])))
+        for (row, count), own, values, wanted, margin in zip(self._reported, *details):
+            chosen[row] = ids[row], Report(own, tuple(zip(wanted[:count], values[:count])), margin)
         return chosen
 
     def device_ns(self) -> int:
@@ -107,7 +109,7 @@ def sample(
     Indices go to the device by ``to_device``: plain lists as indices would wait for the whole step.
     """
     device = logits.device
-    reported = [i for i, row in enumerate(rows) if row.parameters.logprobs is not None or row.children]
+    reported = [i for i, row in enumerate(rows) if row.parameters.logprobs is not None or row.children or row.margin]
     logprobs = None
     if reported:
         where = to_device(np.array(reported, np.int64), device)
@@ -140,7 +142,7 @@ def sample(
         return SampledRows(_checked(tokens, spread), started)
     counts, wanted = _wanted(logprobs, [rows[i] for i in reported])
     own = logprobs.gather(1, tokens[where][:, None])[:, 0]
-    details = (own, logprobs.gather(1, wanted), wanted)
+    details = (own, logprobs.gather(1, wanted), wanted, _margins(logits, rows, where))
     return SampledRows(_checked(tokens, spread), started, list(zip(reported, counts)), details)
 
 
@@ -162,6 +164,17 @@ def _mask(logits: torch.Tensor, rows: list[int], masks: np.ndarray) -> None:
     allowed = (bits[:, :, None] & each).flatten(1)[:, : logits.shape[1]] > 0
     possible = logits[where].clamp(min=torch.finfo(logits.dtype).min)
     logits[where] = possible.masked_fill(~allowed, float("-inf"))
+
+
+def _margins(logits: torch.Tensor, rows: SequenceType[SamplingRow], where: torch.Tensor) -> torch.Tensor:
+    """The distances between the two likeliest tokens of the rows ``where`` int64 [r], float32 [r]. ``logits``: those by
+    which tokens are chosen."""
+    if not any(row.margin for row in rows):
+        return torch.zeros(len(where), device=logits.device)
+    best, second = logits[where].float().topk(2, dim=-1).values.unbind(dim=-1)
+    forced = np.array([isinstance(row.mask, int) for row in rows])
+    margins = (best - second).clamp(max=MOST_MARGIN)
+    return margins.masked_fill(to_device(forced, logits.device)[where], MOST_MARGIN)
 
 
 def _wanted(logprobs: torch.Tensor, rows: list[SamplingRow]) -> tuple[list[int], torch.Tensor]:

@@ -151,7 +151,8 @@ class Scheduler:
 
     def _passes(self, sequence: Sequence, other: Sequence) -> bool:
         """Whether a new sequence goes before one that waits."""
-        if sequence.passes(other):
+        alike = sequence.request.sampling.priority == other.request.sampling.priority
+        if sequence.passes(other) or (sequence.request.since_ns and alike and sequence.rank < other.rank):
             return True
         return self.load.rules.cached_first and policies.passes_unread(sequence, other)
 

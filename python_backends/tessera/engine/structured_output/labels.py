@@ -42,6 +42,12 @@ class LabelAnswer(NamedTuple):
     tokens: tuple[int, ...]
     scores: list[dict[str, Any]]
 
+    @property
+    def margin(self) -> float:
+        """The log odds of the best label against the second, in nats."""
+        best, second = sorted((score["logprob"] for score in self.scores), reverse=True)[:2]
+        return best - second
+
 
 class _Way(NamedTuple):
     """The tokens that are a branch's one way on (several only where a label ends) and the labels that take it."""

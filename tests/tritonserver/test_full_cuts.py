@@ -1,0 +1,239 @@
+"""Both ends of a cascade: what preprocess hands on, and what the language model's stage asks for, against stand-ins."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from fakes.backend import InferenceRequest, Tensor, stage_args, strings, wait_until
+from test_fronts import answer_of, outputs
+
+from tessera.engine.sequence import TokenEvent, Usage
+from tessera.tritonserver import preprocess
+from tessera.tritonserver.cascade import FullCuts
+from tessera.tritonserver.language_model import Reply, TritonPythonModel, read_request
+from tessera.tritonserver.responder import Outbox, Responder
+from tessera_wire import errors
+from tessera_wire.tensors import elements
+
+JPEG = bytes(cv2.imencode(".jpg", np.zeros((320, 480, 3), np.uint8))[1])
+MS = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def stage() -> preprocess.TritonPythonModel:
+    made = preprocess.TritonPythonModel()
+    made.initialize(stage_args("preprocess"))
+    return made
+
+
+def prepared(stage: Any, policy: Any, *inputs: Tensor, **about: Any) -> dict[str, Any]:
+    sampling = {"choices": ["a", "b"], "tile_policy": policy}
+    given = strings("sampling_parameters", json.dumps(sampling).encode())
+    (response,) = stage.execute([InferenceRequest([given, *inputs], **about)])
+    return outputs(response)
+
+
+def test_preprocess_cuts_coarsely_and_hands_on_what_the_full_cut_takes(backend: Any, stage: Any) -> None:
+    asked = strings("text_input", b"?"), strings("image", JPEG)
+    found = prepared(stage, {"cascade": {"margin": 2, "full": {"max_tiles": 6}}}, *asked)
+    assert found["PLAN"] == [[0, 1, 1, 1]]
+    about, messages, picture = found["CASCADE"]
+    assert json.loads(about) == {"margin": 2, "tile_policy": {"max_tiles": 6}} and (messages, picture) == (b"", JPEG)
+    two = prepared(stage, '{"cascade": {"margin": "inf", "first": "two-tile"}}', *asked)
+    assert two["PLAN"] == [[0, 2, 1, 2]] and json.loads(two["CASCADE"][0]) == {"margin": np.inf, "tile_policy": None}
+    said = b'[{"role": "user", "content": [{"type": "image", "detail": "high"}, {"type": "text", "text": "?"}]}]'
+    assert prepared(stage, {"cascade": {"margin": 2}}, strings("messages", said), asked[1])["CASCADE"][1] == said
+    for kept in ({"margin": 0}, {"margin": 9, "full": {"max_tiles": 1}}):  # nothing more will be asked
+        (about,) = prepared(stage, {"cascade": kept}, *asked)["CASCADE"]
+        assert json.loads(about)["margin"] == 0
+    assert "CASCADE" not in prepared(stage, "native", *asked)
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ({"cascade": {"margin": 1, "full": {"max_tiles": 105}}}, "limit of 104"),
+        ({"cascade": {"margin": True}}, "margin must be a number"),
+        ({"cascade": {"margin": float("nan")}}, "margin must be a number"),
+        ({"cascade": {"margin": "1"}}, "margin must be a number"),
+        ({"cascade": {"margin": 1}, "name": "native"}, "'name' beside cascade"),
+    ],
+)
+def test_the_full_cut_is_judged_before_any_work(backend: Any, stage: Any, policy: Any, words: str) -> None:
+    assert words in prepared(stage, policy, strings("image", b"no picture" if "limit" not in words else JPEG))["words"]
+
+
+def test_both_cuts_must_fit_the_context(backend: Any, stage: Any) -> None:
+    long = strings("text_input", b"room " * 7000)
+    assert "PLAN" in prepared(stage, {"max_tiles": 1}, long, strings("image", JPEG))
+    refused = prepared(
+        stage, {"cascade": {"margin": 1, "full": {"name": "dense"}}}, long, strings("image", *[JPEG] * 2)
+    )
+    assert "context" in refused["words"]
+
+
+def test_a_request_that_goes_on_counts_from_its_arrival(backend: Any, stage: Any) -> None:
+    since = time.monotonic_ns() - 10 * MS
+    found = prepared(stage, None, strings("text_input", b"?"), parameters=json.dumps({"tessera-since": str(since)}))
+    assert found["STAMPS"][0][2] == since
+
+
+def full_answer(text: str, reason: str = "", usage: tuple[int, ...] = (0, 0, 0)) -> Any:
+    """A response of the ensemble to the full cut."""
+    message = answer_of(text, reason, usage)
+    place = [output.name for output in message.outputs].index("timings")
+    message.outputs[place].shape[:] = [6]
+    message.raw_output_contents[place] = np.array([40, 1, 2, 3, 4, 5], np.float32).tobytes()
+    return message
+
+
+class Line:
+    """Keeps what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[SimpleNamespace] = []
+        self.error: Exception | None = None
+
+    def send(self, model: str, name: str, inputs: Any, deliver: Callable[[Any], None], **about: Any) -> None:
+        if self.error:
+            raise self.error
+        values = {each.name: [*elements(each.data)] if each.datatype == "BYTES" else each.data for each in inputs}
+        self.asked.append(SimpleNamespace(model=model, name=name, inputs=values, deliver=deliver, **about))
+
+    def close(self, seconds: float) -> None: ...
+
+
+class House:
+    """A stage's half of the language model."""
+
+    def __init__(self) -> None:
+        self.line, self.outbox = Line(), Outbox("language_model", 1)
+        self.full_cuts = FullCuts(self.line, self.outbox)  # type: ignore[arg-type]
+
+    def ask(self, margin: float = 2.0, **about: Any) -> tuple[InferenceRequest, Reply]:
+        now = time.monotonic_ns()
+        told = json.dumps({"margin": margin, "tile_policy": "native"}).encode()
+        request = InferenceRequest(
+            [
+                strings("CASCADE", told, b"", JPEG, JPEG),
+                strings("text_input", b"Which?"),
+                strings("sampling_parameters", b'{"max_tokens": 3, "timeout_us": 7, "tile_policy": {"cascade": 1}}'),
+                Tensor("STAMPS", np.array([[now + 50 * MS, 4, now - 9 * MS, now - 5 * MS, now - 4 * MS, now]])),
+                Tensor("INPUT_IDS", np.arange(3, dtype=np.int32)),
+                Tensor("SPANS", np.zeros((0, 2), np.int32)),
+                Tensor("exclude_input_in_output", np.array([True])),
+            ],
+            "mine",
+            **{"parameters": '{"tessera-lease": "theirs", "top_k": 5}'} | about,
+        )
+        page: Any = SimpleNamespace(observe=lambda event: None)
+        return request, Reply(request, Responder(request), page, self.full_cuts)
+
+    def end(self, request: InferenceRequest, reply: Reply, margin: float, reason: str = "stop") -> None:
+        """The first cut's answer."""
+        whole, _ = read_request(request, False, None, margin=True)
+        assert whole.margin and not whole.stream
+        now = time.monotonic_ns()
+        event = TokenEvent(whole, "yes", [1], None, reason, Usage(3, 1, 0), 0, now, now + MS, now + 3 * MS)
+        object.__setattr__(event, "margin", margin)
+        reply.channel.deliver([event])
+
+
+@pytest.fixture
+def house(backend: Any) -> Iterator[House]:
+    house = House()
+    yield house
+    house.outbox.close()
+
+
+def test_a_margin_that_is_large_enough_is_told(house: House) -> None:
+    request, reply = house.ask(margin=2.0)
+    house.end(request, reply, 2.0)
+    (answer,) = map(outputs, request.sender.responses)
+    assert request.sender.final and not house.line.asked
+    assert json.loads(answer["cascade"][0]) == {"margin": 2.0, "escalated": False} and answer["text_output"] == [b"yes"]
+
+
+def test_the_full_cut_is_asked_with_all_that_the_request_had(house: House) -> None:
+    request, reply = house.ask(margin=2.0)
+    house.end(request, reply, 1.5)
+    (asked,) = house.line.asked
+    assert not request.sender.responses
+    assert (asked.model, asked.priority, asked.lease) == ("vlm", 3, f"theirs {asked.name}")
+    sampling = json.loads(asked.inputs.pop("sampling_parameters")[0])
+    assert asked.since == reply.full_cut.since < time.monotonic_ns() - 9 * MS  # type: ignore[union-attr]
+    assert sampling == {"max_tokens": 3, "top_k": 5, "timeout_us": 59_000, "tile_policy": "native"}
+    flags = {"stream": b"\1", "exclude_input_in_output": b"\1"}
+    assert asked.inputs == {"text_input": [b"Which?"], "image": [JPEG, JPEG]} | flags
+    for part in (full_answer("n"), full_answer("o", "stop", (9, 2, 4)), None):
+        asked.deliver(part)
+    wait_until(lambda: request.sender.final)
+    first, last = map(outputs, request.sender.responses)
+    assert (first["text_output"], first["usage"], "cascade" in first) == ([b"n"], [0, 0, 0], False)
+    assert (last["text_output"], last["usage"]) == ([b"o"], [9, 2, 4])
+    assert json.loads(last["cascade"][0]) == {"margin": 1.5, "escalated": True}
+    assert house.full_cuts.leases_of("mine") == []
+    assert house.full_cuts.counts() == {"cascades": 1, "escalations": 1}
+
+
+def test_the_times_of_both_cuts_make_up_the_whole(house: House) -> None:
+    request, reply = house.ask()
+    house.end(request, reply, 0.0)
+    first = reply._timings(SimpleNamespace(scheduled_ns=0, first_token_ns=0, emitted_ns=0))  # type: ignore[arg-type]
+    house.line.asked[0].deliver(full_answer("no", "stop"))
+    wait_until(lambda: request.sender.final)
+    (answer,) = map(outputs, request.sender.responses)
+    assert sum(answer["timings"]) == pytest.approx(55) and answer["timings"][2] == pytest.approx(2 + first[2])
+
+
+def test_an_end_without_an_answer_decides_nothing(house: House) -> None:
+    request, reply = house.ask()
+    house.end(request, reply, 0.0, reason="deadline")
+    (answer,) = map(outputs, request.sender.responses)
+    assert request.sender.final and not house.line.asked and answer["cascade"] == [b""]
+    assert house.full_cuts.counts() == {"cascades": 0, "escalations": 0}
+
+
+@pytest.mark.parametrize(
+    ("item", "code", "words"),
+    [
+        (errors.DeadlineExceeded("deadline exceeded after 5 ms"), "UNAVAILABLE", "deadline exceeded"),
+        (errors.ConnectionFailed("the server is stopping"), "UNAVAILABLE", "stopping"),
+        (None, "INTERNAL", "gave no answer"),
+        (SimpleNamespace(outputs=5), "INTERNAL", "failed on this request"),
+    ],
+)
+def test_what_the_full_cut_fails_with_is_the_requests_end(house: House, item: Any, code: str, words: str) -> None:
+    request, reply = house.ask()
+    house.end(request, reply, 0.0)
+    house.line.asked[0].deliver(item)
+    wait_until(lambda: request.sender.final)
+    (answer,) = map(outputs, request.sender.responses)
+    assert answer["code"] == code and words in answer["words"]
+
+
+def test_a_line_that_is_closed_is_an_error_too(house: House) -> None:
+    request, reply = house.ask()
+    house.line.error = errors.TesseraClientError("this client is closed")
+    house.end(request, reply, 0.0)
+    assert request.sender.final and house.full_cuts.leases_of("mine") == []
+
+
+def test_who_cancels_by_the_requests_id_cancels_the_full_cut(house: House) -> None:
+    request, reply = house.ask(parameters="{}")
+    house.end(request, reply, 0.0)
+    (asked,) = house.line.asked
+    ended: list[str] = []
+    model = TritonPythonModel()
+    model._engine = SimpleNamespace(cancel_all=ended.append)  # type: ignore[assignment]
+    model._full_cuts, model._leases = house.full_cuts, SimpleNamespace(end=ended.append)  # type: ignore[assignment]
+    model._cancel("another")
+    model._cancel("mine")
+    assert ended == ["another", "mine", asked.name] and asked.lease.split() == [asked.name]
