@@ -31,7 +31,6 @@ PROGRAMS = {
     "parity": ("bench.parity", "our greedy tokens against transformers' on held-out pictures"),
     "document_parity": ("bench.document_parity", "the same on held-out pages, through the server"),
     "scheduler": ("bench.scheduler", "the scheduler simulated, without a GPU"),
-    "engine": ("bench.engine", "the engine alone on a GPU: prefill, decode"),
     "graphs": ("bench.graphs", "decode steps and a tile's forward with CUDA graphs and without, drawn"),
     "vision": ("bench.vision", "a vision tower alone on a GPU, in bf16 and FP8"),
     "account": ("bench.account", "what a workload's requests cost without a server: tower, prompts, answers"),

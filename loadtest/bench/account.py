@@ -15,8 +15,6 @@ token.
 On an H200 an 8B shape takes about a minute to load and some 10 s a workload.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import logging
@@ -36,9 +34,9 @@ from gpu_power import Draw, GpuPower
 from serving import DEFAULT_CHECKPOINT
 from workloads import WORKLOADS, Workload, picture, shape_name
 
-from bench.engine import COPY_BYTES_S, ROWS_STD, decode_stamps, prefill
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.engine.engine import Engine
+from tessera.engine.process.messages import Progress
 from tessera.engine.sequence import Request
 from tessera.kernels import fast
 from tessera.kernels.operands import Routing
@@ -54,6 +52,8 @@ KINDS = {"bf16": "checkpoint", "fp8": "fp8"}
 STEPS = 12
 INTERVAL_S = 0.02
 GPU_BATCH, CPU_BATCH = 16, 4  # visual_infer_batch_size
+COPY_BYTES_S = 4.28e12  # of one H200, measured
+ROWS_STD = 0.02  # as text embeddings have it
 
 
 class Cost(NamedTuple):
@@ -92,6 +92,71 @@ class Prompts:
             SamplingParameters(max_tokens=max_tokens, ignore_eos=True),
             positions=self._like.positions,
         )
+
+
+def check(progress: Progress) -> None:
+    """Raises RuntimeError for a request that ended otherwise than by its length: it would spoil the figure."""
+    for end in progress.ends:
+        if end.reason != "length":
+            raise RuntimeError(f"request {end.number} ended by {end.reason}: {end.error}")
+
+
+class Prefill(NamedTuple):
+    """Steps that read prompts, and when they began and ended (time.perf_counter())."""
+
+    tokens_per_s: float
+    step_tokens: float
+    began: float
+    ended: float
+
+
+def prefill(engine: Engine, prompts: Prompts, warm_up: int, steps: int, budget: int, waiting: int) -> Prefill:
+    """``steps`` steps after ``warm_up`` ones.
+
+    All steps are prefill of single-token requests, of which ``waiting`` are kept under way, so that each step has its
+    ``budget`` of tokens full.
+    """
+    # Two steps more than are measured: the last one must be full, and the one planned while it runs.
+    left = -(-(warm_up + steps + 2) * budget // prompts.tokens)
+    under_way = 0
+    marks: list[tuple[float, int]] = []
+    while left or engine.has_work():
+        fresh = min(left, waiting - under_way)
+        for _ in range(fresh):
+            engine.submit(prompts.request(max_tokens=1))
+        left, under_way = left - fresh, under_way + fresh
+        progress = engine.step()
+        marks.append((time.perf_counter(), engine.metrics.computed_tokens))
+        check(progress)
+        under_way -= len(progress.ends)
+    (begun, before), (ended, after) = marks[warm_up], marks[warm_up + steps]
+    return Prefill((after - before) / (ended - begun), (after - before) / steps, begun, ended)
+
+
+def decode_stamps(engine: Engine, prompts: Prompts, batch: int, skip: int, steps: int, max_tokens: int) -> list[float]:
+    """When the tokens of these steps, and of the one before, were there (time.perf_counter())."""
+    requests = [prompts.request(max_tokens) for _ in range(batch)]
+    for request in requests:
+        engine.submit(request)
+    tokens = 0
+    stamps: list[float] = []
+    while engine.has_work():
+        progress = engine.step()
+        now = time.perf_counter()
+        got = len(progress.tokens)
+        tokens += got
+        if not got or tokens < skip * batch or len(stamps) > steps:
+            continue
+        check(progress)
+        if got != batch:
+            raise RuntimeError(f"a step of {batch} decoding requests gave {got} tokens")
+        stamps.append(now)
+        if len(stamps) > steps:
+            for request in requests:
+                engine.cancel(request.number)
+    if len(stamps) <= steps:
+        raise RuntimeError(f"{max_tokens} tokens are too few for {skip} steps to skip and {steps} to measure")
+    return stamps
 
 
 def forward_cost(config: CheckpointConfig, prepared: Prepared, settings: VisionSettings, seconds: float) -> Cost:

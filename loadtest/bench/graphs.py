@@ -14,16 +14,15 @@ its time without, since the profiler makes launches slower. The picture shows wh
 On an H200 all of it takes about three minutes, most of which is the start of InternVL3-8B's shape.
 """
 
-from __future__ import annotations
-
 import argparse
+import json
 import logging
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,17 +30,22 @@ from typing import Any
 import figures
 import torch
 from turns import ratio
+from workloads import WORKLOADS
 
-from bench.engine import BATCHES, DECODE_SKIP, SHAPE, Prompts, check, engine_config
+from bench.account import Prompts, check, prepare
 from bench.timeline import WINDOW_MS, Trace, picture
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.engine.engine import Engine
 from tessera.models.registry import read_config
-from tessera.settings.stages import VisionSettings
+from tessera.preprocess.preprocessor import Preprocessor
+from tessera.settings.stages import EngineConfig, VisionSettings
 from tessera.vision.runner import make_runner
 
+SHAPE = figures.ROOT / "loadtest" / "shapes" / "internvl3-8b-shape"
 PICTURE = figures.ROOT / "docs" / "graphs_timeline.svg"
+BATCHES = (1, 10, 64)
 TURNS, STEPS, SETTLE = 6, 16, 2
+DECODE_SKIP = 100  # tokens before measuring
 MOST_TRACED = 60
 AHEAD = 32  # tokens by which the first of a batch may be before the last
 MOST_TOKENS = 2 * TURNS * (SETTLE + STEPS) + 2 * (SETTLE + MOST_TRACED) + DECODE_SKIP + AHEAD
@@ -157,6 +161,23 @@ def decoding(engine: Engine, prompts: Prompts, batch: int) -> Iterator[Work]:
         engine.step()
 
 
+def engine_config(settings: list[str]) -> EngineConfig:
+    """What the bench asks for, overridden by ``NAME=VALUE`` settings; a VALUE is JSON or else a string."""
+    values: dict[str, Any] = {"device": "cuda", "weights": "random"}
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        if name not in {field.name for field in fields(EngineConfig)}:
+            raise SystemExit(f"graphs: EngineConfig has no field {name!r}")
+        try:
+            values[name] = json.loads(text)
+        except ValueError:
+            values[name] = text
+    config = EngineConfig(**values)
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise SystemExit("graphs: needs a GPU, and this machine has none; a trial without: --set device=cpu")
+    return config
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, default=SHAPE)
@@ -192,7 +213,8 @@ def main() -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     engine = Engine.from_checkpoint(options.checkpoint, language)
-    prompts = Prompts(config.text.row_size, config.text.vocab_size, language.device)
+    prepared = prepare(Preprocessor.from_checkpoint(options.checkpoint), WORKLOADS["W1"])
+    prompts = Prompts(prepared, config, language.device)
     for batch in options.batches:
         with decoding(engine, prompts, batch) as work:
             report(work)

@@ -28,7 +28,6 @@ import figures
 import numpy as np
 import open_loop
 
-from bench.engine import PICTURE_START
 from tessera.engine.scheduling import policies
 from tessera.engine.scheduling.block_manager import BlockManager
 from tessera.engine.scheduling.policies import EVERY_RULE, Load, Rules
@@ -42,6 +41,7 @@ TILE_MS = 1.45  # of the GPU's time
 FORWARD_TILES = 16
 PREPROCESS_MS = 5.0
 OWN_TOKENS = 21  # at the end of a prompt, of which a picture's next question has others
+PICTURE_START = 12  # in a prompt
 SKIPPED_MS = 10_000.0
 
 

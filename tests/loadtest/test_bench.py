@@ -1,7 +1,5 @@
 """The registry: every name has a program that explains itself, where there is no GPU; and the small programs run."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from importlib import import_module
@@ -11,7 +9,6 @@ from typing import Any
 import bench
 import pytest
 from bench import account, batch, jobs, vision
-from bench.engine import Prompts, decode_step_s, prefill
 from gpu_power import Draw
 from serving import DEFAULT_CHECKPOINT
 from tiny_checkpoints import Shape, hf_native
@@ -20,6 +17,7 @@ from workloads import WORKLOADS
 
 from tessera.engine.engine import Engine
 from tessera.models.registry import read_config
+from tessera.preprocess.preprocessor import Preprocessor
 from tessera.settings.stages import EngineConfig
 
 Patch = pytest.MonkeyPatch
@@ -125,17 +123,15 @@ def test_a_requests_joules_are_those_of_its_parts(printed: Any) -> None:
 
 
 def test_steps_are_measured_and_no_two_requests_share_a_block():
-    config = EngineConfig(weights="random", max_batched_tokens=1024, max_sequences=16, kv_cache_bytes=64 << 20)
-    text = read_config(DEFAULT_CHECKPOINT).text
-    engine, prompts = (
-        Engine.from_checkpoint(DEFAULT_CHECKPOINT, config),
-        Prompts(text.hidden_size, text.vocab_size, "cpu"),
-    )
-    found = prefill(engine, prompts, warm_up=1, steps=2, budget=1024, waiting=16)
+    options = EngineConfig(weights="random", max_batched_tokens=1024, max_sequences=16, kv_cache_bytes=64 << 20)
+    prepared = account.prepare(Preprocessor.from_checkpoint(DEFAULT_CHECKPOINT), WORKLOADS["W1"])
+    engine = Engine.from_checkpoint(DEFAULT_CHECKPOINT, options)
+    prompts = account.Prompts(prepared, read_config(DEFAULT_CHECKPOINT), "cpu")
+    found = account.prefill(engine, prompts, warm_up=1, steps=2, budget=1024, waiting=16)
     assert found.step_tokens == 1024 and found.tokens_per_s > 0 and found.ended > found.began  # full steps
     assert not engine.has_work() and engine.metrics.cached_tokens == 0
-    seconds = decode_step_s(engine, prompts, batch=3, skip=4, steps=5, max_tokens=64)
-    assert len(seconds) == 5 and min(seconds) > 0
+    stamps = account.decode_stamps(engine, prompts, batch=3, skip=4, steps=5, max_tokens=64)
+    assert len(stamps) == 6 and stamps == sorted(stamps)
     assert engine.metrics.finished["cancelled"] == 3
     with pytest.raises(RuntimeError, match="too few"):
-        decode_step_s(engine, prompts, batch=1, skip=4, steps=5, max_tokens=6)
+        account.decode_stamps(engine, prompts, batch=1, skip=4, steps=5, max_tokens=6)
