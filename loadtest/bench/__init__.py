@@ -16,7 +16,6 @@ PROGRAMS = {
     "poison": ("bench.poison", "odd pictures among good ones: no good answer may change"),
     "floods": ("bench.floods", "plain questions while somebody floods the server"),
     "starts": ("bench.starts", "cold starts, each with a first burst: does every stage live?"),
-    "stub": ("bench.stub", "cold starts of a toy stage without a GPU, until one dies"),
     "remote": ("bench.remote", "the vision stage on a server of its own, with and without TCP_NODELAY"),
     "pixels": ("bench.pixels", "4K and 8K pictures served, decoded by the CPU and by the GPU"),
     "replay": ("bench.replay", "pages of real documents, asked as `tessera parse` asks"),
