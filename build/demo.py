@@ -49,11 +49,7 @@ def main() -> int:
         items = heldout_items(arguments.pictures, Path(folder), root=ROOT)
         console.print(f"{len(items)} pictures rendered from the held-out set")
         options = ServerOptions(model_repository=ROOT / "model_repository", http_port=0, grpc_port=0, metrics_port=0)
-        with (
-            Server(options) as server,
-            Client(server.grpc_url) as grpc,
-            Client(server.http_url) as http,
-        ):
+        with Server(options) as server, Client(server.grpc_url) as grpc, Client(server.http_url) as http:
             version = grpc.status().version
             console.print(f"tritonserver {version} is ready: gRPC {server.grpc_url}, HTTP {server.http_url}")
 

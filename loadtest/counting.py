@@ -6,8 +6,6 @@ answers but the first, by the time from its first end to its last. The whole run
 common start. How sure a rate is, is seen in the steady part cut into five windows of equally many answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -5,8 +5,6 @@ figures of one run have in common (RUN), and behind it a line of each. The docum
 file (report.py).
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

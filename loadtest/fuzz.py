@@ -4,8 +4,6 @@ Each run has its own seed, which it prints; an offending input is kept as a file
 Ends with 1 at any INTERNAL error, hang, message that tells too much, dead stage or changed answer.
 """
 
-from __future__ import annotations
-
 import argparse
 import secrets
 import sys

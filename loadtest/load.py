@@ -25,8 +25,6 @@ of any shape: those of a server that is started here name the checkpoint's folde
 `--tree DIR` runs the server of another checkout under the same load, for pairs.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -6,8 +6,6 @@ that ran as CUDA graphs, requests whose embeddings came over the CPU (must be 0)
 the engine's pool, and the share of time for which the engine's thread waited while it planned and launched (`held_up`).
 """
 
-from __future__ import annotations
-
 import urllib.request
 from collections import Counter
 from collections.abc import Mapping, Sequence

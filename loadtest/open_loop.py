@@ -5,8 +5,6 @@ load cannot leave waiting out; how late requests were sent is reported beside. T
 98 % short answers, 1 % long prompts, 1 % long answers.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import random
 import time

@@ -6,8 +6,6 @@
 Lines that are not figures pass through, so that the benchmark's own words stay visible.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

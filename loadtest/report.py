@@ -5,8 +5,6 @@ record.py does it too, after it has kept new ones.
     python loadtest/report.py [--check]     (--check writes nothing; 1 says that a table would change)
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterable

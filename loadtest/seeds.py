@@ -6,8 +6,6 @@ The ladder's rungs over the ones below are none of those: they come from results
 them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase

@@ -4,8 +4,6 @@ Through the command, not the package, so that a benchmark can be run against ano
 both are then asked by the same load and counted by the same rule.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -8,8 +8,6 @@ exceed that of the first by 5% at most. And each request the language model took
 own count and by ours.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

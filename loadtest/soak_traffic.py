@@ -1,7 +1,5 @@
 """What the soak asks: requests of every kind, and how each of them must end."""
 
-from __future__ import annotations
-
 import base64
 import json
 import random

@@ -5,8 +5,6 @@ always ``yes``, as often as tokens are asked for where the end is to be ignored.
 and other answers.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -3,8 +3,6 @@
 Both are sent the same pictures and prompts, asked for the same number of tokens, and asked once: what fails, fails.
 """
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import itertools

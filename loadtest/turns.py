@@ -5,8 +5,6 @@ What the machine does meanwhile falls on all ways: a ratio is of each turn's pai
 ends at a narrow interval a little too often: so nothing ends before :data:`LEAST` turns.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import time

@@ -4,8 +4,6 @@ Every figure of this project, and of what it is compared with, is taken on these
 prompt, greedy, a fixed number of tokens (`ignore_eos`), closed loop.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Sequence

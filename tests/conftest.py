@@ -1,7 +1,5 @@
 """What tests of several folders share: a real tritonserver, and a stand-in for its Python backend."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec

@@ -314,8 +314,7 @@ def ask_the_ensemble(server: Any, asked: list[tuple[bytes, str, str]]) -> list[s
         rate = len(list(client.ask_many(jobs, concurrency=64, max_tokens=4))) / (time.perf_counter() - start)
         alone = client.ask(None, "Hello?", max_tokens=6, ignore_eos=True).text
     print(
-        f"ENSEMBLE {right} of {len(asked)} right, {rate:.0f} requests/s at 64 at once; text only: {alone!r}",
-        flush=True,
+        f"ENSEMBLE {right} of {len(asked)} right, {rate:.0f} requests/s at 64 at once; text only: {alone!r}", flush=True
     )
     return [*texts, alone]
 

@@ -90,10 +90,7 @@ def _text_turns(model: Qwen2VLForConditionalGeneration, positions: torch.Tensor)
 
 
 def text_states(
-    model: Qwen2VLForConditionalGeneration,
-    x: torch.Tensor,
-    positions: torch.Tensor,
-    entering: list[torch.Tensor],
+    model: Qwen2VLForConditionalGeneration, x: torch.Tensor, positions: torch.Tensor, entering: list[torch.Tensor]
 ) -> torch.Tensor:
     """Embeddings [batch, length, width] at ``positions`` [3, batch, length] to last hidden states; ``entering`` gets
     the states that enter each layer."""

@@ -102,10 +102,7 @@ class DocumentTrainer(Trainer):
         return 0.5 + 0.5 * math.cos(math.pi * min(1.0, progress))
 
     def units(self, batch: list[Batch]) -> dict[str, int]:
-        return {
-            "patches": sum(chunk.patch_count for chunk in batch),
-            "tokens": sum(chunk.answered for chunk in batch),
-        }
+        return {"patches": sum(chunk.patch_count for chunk in batch), "tokens": sum(chunk.answered for chunk in batch)}
 
     def figures(self) -> dict[str, float]:
         return self.held_out.figures(self.average, self.device)

@@ -105,8 +105,7 @@ class HeldOut:
         waiting: list[int] = []
         # Answers of one length together: a batch is as slow as its longest.
         order = sorted(
-            range(len(self.samples)),
-            key=lambda i: (self.samples[i].step == "layout", len(self.samples[i].answer)),
+            range(len(self.samples)), key=lambda i: (self.samples[i].step == "layout", len(self.samples[i].answer))
         )
         for index in order:
             if waiting and sum(len(self.samples[i].patches) for i in [*waiting, index]) > BUDGET:

@@ -55,8 +55,7 @@ def text_states(
     after = rows_at + rows.shape[1]
     embeddings = torch.cat([shared[:, :rows_at], rows.to(shared.dtype), shared[:, after:], embed(branch_ids)], dim=1)
     positions = torch.cat(
-        [torch.arange(len(prefix), device=rows.device).expand(pictures, -1), branch_position + len(prefix)],
-        dim=1,
+        [torch.arange(len(prefix), device=rows.device).expand(pictures, -1), branch_position + len(prefix)], dim=1
     )
     out = model.model.language_model(
         inputs_embeds=embeddings,

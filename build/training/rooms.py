@@ -92,12 +92,7 @@ class RoomTrainer(Trainer):
         return cls(*shape, device, arguments.lr, arguments.compile, arguments.like), feed
 
     def _look(
-        self,
-        tiles: torch.Tensor,
-        gain: torch.Tensor,
-        covered: torch.Tensor,
-        centred: torch.Tensor,
-        valid: torch.Tensor,
+        self, tiles: torch.Tensor, gain: torch.Tensor, covered: torch.Tensor, centred: torch.Tensor, valid: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         states = patch_states(self.model, tiles, gain)
         return image_rows(self.model, states), self.head(states, covered, centred, valid)

@@ -151,11 +151,7 @@ def output_error(difference: torch.Tensor, hessian: torch.Tensor) -> float:
 
 
 def search_scales(
-    weights: Sequence[torch.Tensor],
-    inputs: InputStatistics,
-    group_size: int,
-    symmetric: bool,
-    dtype: torch.dtype,
+    weights: Sequence[torch.Tensor], inputs: InputStatistics, group_size: int, symmetric: bool, dtype: torch.dtype
 ) -> torch.Tensor:
     """Scales float32 [in] for the columns of ``weights`` (float32 [out, in] each), which share their inputs.
 

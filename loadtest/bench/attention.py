@@ -12,8 +12,6 @@ and their errors against float32. `.<way>_over_ours` is another's time over it. 
     python loadtest/bench attention --device cpu                a trial on short pictures: `trial.vision.*`
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import sys

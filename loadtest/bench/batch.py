@@ -13,8 +13,6 @@ memory of the job's process, and the same way to the first new result with 90% o
     python loadtest/bench batch alone --rows 10000 100000
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ LogitsProcessor here. Prints a row for each answer that differs: where, and how 
 Exit code 1 where one differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import io

@@ -19,8 +19,6 @@ On an H200 `json` and `off_cost` take 5 to 7 minutes, `exact` 3 a place, `accept
 two cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -8,8 +8,6 @@ those of MinerU2.5's shape, which has 8,004. That shape has random weights and n
 :mod:`bench.drafts_stage` has its server accept by the marks that a request carries as its draft.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import shutil

@@ -5,8 +5,6 @@ answers with every other option (stop strings, min_tokens, penalties, priorities
 is too small for all, and the blocks of pages. Whatever has a true answer has it as its draft.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

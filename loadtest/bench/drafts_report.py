@@ -1,7 +1,5 @@
 """What is asked of drafts, beside the figures of `drafts`: the rows of docs/drafts.md, which report.py writes."""
 
-from __future__ import annotations
-
 from seeds import Claim
 
 

@@ -6,8 +6,6 @@ tokens are proposed and verified, what their rows cost, and that it goes back wh
 It is the engine's own process too, where the marks are read.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence as SequenceType

@@ -10,8 +10,6 @@ Starts a server (with the default model on the CPU unless options say otherwise)
 time, the same in quiet; the flood comes from a process of its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import multiprocessing

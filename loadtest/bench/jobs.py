@@ -9,8 +9,6 @@ server: the job alone, then at priority 10 with questions at 0, and alone again.
 against the mean of the others, the questions' own cost included. Exit code 1 where a figure misses its bar.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -15,8 +15,6 @@ memory. Ways take turns, each in a CUDA graph over more copies of its weights th
     python loadtest/bench kernels --only elementwise skinny
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

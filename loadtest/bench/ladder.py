@@ -28,8 +28,6 @@ three takes 20 to 45 s. How long all can take is said first; --rungs, --jobs and
 is this process, which asks 1,400 questions a second of a server that does nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import itertools

@@ -4,8 +4,6 @@ What is a setting of ours is set. What never had an off switch is brought here: 
 with `ladder_stage.py` in place of a stage of ours, or with another line in a config.pbtxt.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ in eager torch, a launch a kernel and torch's own kernels; `language_model` with
 of it: there is no setting.
 """
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from pathlib import Path

@@ -5,8 +5,6 @@ Pictures are opened and cut by transformers' processor on Pillow, then `generate
 while pictures are prepared the GPU waits, as in any such loop.
 """
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import sys

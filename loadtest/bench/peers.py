@@ -17,8 +17,6 @@ are written from that file, and the figures `peers.<engine>.<workload>.<form>.*`
 With `--flags ENGINE="..."` an engine gets more of its own options. On the CPU nothing is kept: figures are `trial.*`.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

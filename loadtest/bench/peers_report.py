@@ -5,8 +5,6 @@ pictures, one after the other on one machine. Of an engine's pairs on a workload
 commit, machine and settings of the newest. Those of 2026-11-23 were taken before the command was there.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ Figures: `seeds.pixels.<workload>.<shape>.<way>.req_s` and `.p99_ms`, `.gpu_over
 in flight takes 10 to 20 s: the default four sizes, three turns and two ways seven minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -6,8 +6,6 @@ held-out set, all different, asked twice, alone and beside the odd ones, with ca
 answer differs, an odd file gets anything but an answer or a refusal, or the server was restarted.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

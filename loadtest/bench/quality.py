@@ -17,8 +17,6 @@ lose; a variant's drop is the larger of the two, in points of balanced accuracy 
 Without --gpus the CPU computes.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -24,8 +24,6 @@ seen; with `--whole` they are asked for whole, as `tessera parse` does. Pictures
 begins, and each time that one is sent it has a mark of its own, so that no cache knows it.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import random

@@ -14,8 +14,6 @@ MinerU's own client say which of them become requests, with which prompt and par
 text with Qwen's vocabulary.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

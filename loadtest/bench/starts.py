@@ -12,8 +12,6 @@ the processors are busy while a stage grows its memory.
 start begins, nor after one that fails before any was ready.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -14,8 +14,6 @@ eight requests or more, so that a run takes the same few seconds at any count: o
 The plot has recall beside it: the points of docs/tile_policies.json, by the mean of tiles a picture.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -9,8 +9,6 @@ best attention, elementwise values at that of a copy. `vision.fp8.cosine` is tha
     python loadtest/bench vision --shape build/default_model/checkpoint --device cpu      a trial: `trial.vision.*`
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -1,7 +1,5 @@
 """What the demo of documents says of a page: errors in its text, blocks in their place."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import demo_documents

@@ -1,7 +1,5 @@
 """build/vision/plan_repository.py fits the named config `tensorrt` to a plan and refuses what does not exist."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The pages of the site that are made from the code."""
 
-from __future__ import annotations
-
 import re
 
 import reference_pages

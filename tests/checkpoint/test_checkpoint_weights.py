@@ -1,7 +1,5 @@
 """Reading safetensors and copying strictly: what is missing, left over or misshapen is named."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

@@ -1,7 +1,5 @@
 """config.json of both layouts, as old and new savers wrote it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -73,10 +71,7 @@ def test_generation_config_names_the_end_tokens(native):
     ("change", "complaint"),
     [
         (lambda raw: raw.update(architectures=["LlavaForConditionalGeneration"]), "LlavaForConditionalGeneration"),
-        (
-            lambda raw: raw["text_config"].update(model_type="gemma"),
-            "'gemma'.*Qwen2ForCausalLM, Qwen3",
-        ),
+        (lambda raw: raw["text_config"].update(model_type="gemma"), "'gemma'.*Qwen2ForCausalLM, Qwen3"),
         (lambda raw: raw["vision_config"].update(norm_type="batch_norm"), "norm_type 'batch_norm'"),
         (lambda raw: raw["vision_config"].update(patch_size=[14, 16]), "patch_size"),
         (lambda raw: raw["vision_config"].update(patch_size=60), "patch_size 60 does not divide"),

@@ -1,7 +1,5 @@
 """The longest context: one rule for preprocess and engine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model named as on the Hugging Face hub, found in a cache laid out as huggingface_hub lays it out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

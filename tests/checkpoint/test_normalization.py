@@ -1,7 +1,5 @@
 """What an HF-native image processor says about grey levels: applied as transformers does, or refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """config.json of Qwen2.5-VL, as published files and newer savers have it: what is read, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """config.json and the processor's file of Qwen2-VL, as old and new savers write them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """config.json and the processor's file of Qwen3-VL: defaults, published sizes, names of weights, refusals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """rope_scaling, rope_parameters and what stands beside them, against what transformers' own classes make of them."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clients that are opened in a test ask a stand-in."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

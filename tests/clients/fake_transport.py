@@ -1,7 +1,5 @@
 """Transports without a network: they play a script, one entry an attempt, and note what they were asked to do."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows whose server goes away under them: waited for, asked again, and the one that kills it is found."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter

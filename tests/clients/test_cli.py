@@ -1,7 +1,5 @@
 """The command line: output, exit codes, faults in one line."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator
@@ -14,14 +12,7 @@ import pytest
 from fake_transport import READY, SCORES, FakeTransport, final
 from fakes.web_page import serving
 
-from tessera_client import (
-    ConnectionFailed,
-    DeadlineExceeded,
-    InvalidRequest,
-    ModelStatus,
-    ServerError,
-    ServerStatus,
-)
+from tessera_client import ConnectionFailed, DeadlineExceeded, InvalidRequest, ModelStatus, ServerError, ServerStatus
 from tessera_command import ask, terminal
 from tessera_command.cli import main
 from tessera_evaluation.datasets import folder_items

@@ -1,7 +1,5 @@
 """The client and its asyncio twin against a transport that plays scripts: retries, deadlines, cancellation, order."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Sequence

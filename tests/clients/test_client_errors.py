@@ -1,7 +1,5 @@
 """Server faults become the right error, with the server's words and without tritonserver's prefixes."""
 
-from __future__ import annotations
-
 import pytest
 
 from tessera_wire import errors

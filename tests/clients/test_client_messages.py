@@ -1,7 +1,5 @@
 """Requests and answers as the contract has them; what is wrong with them, or with the server, is an SDK error."""
 
-from __future__ import annotations
-
 import base64
 import json
 from typing import Any

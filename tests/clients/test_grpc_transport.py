@@ -1,7 +1,5 @@
 """The gRPC transports against a small gRPC server in this process that speaks tritonserver's protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import queue

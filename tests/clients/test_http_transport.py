@@ -1,8 +1,6 @@
 """The HTTP transport against a web server of one page: statuses, events, and what becomes of connections. Its requests
 are proven by a real tritonserver (test_real_server.py)."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Pictures in any form a caller has, as the bytes that are sent; what is wrong with them is an SDK error."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os

@@ -1,7 +1,5 @@
 """Which server gets a request: fewest under way, in turn, past those that failed; and the transports over it."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`tessera_client.ray` without Ray: tables in and out, and which failures are a row's own."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

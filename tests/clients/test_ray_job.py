@@ -1,7 +1,5 @@
 """A job of Ray Data from parquet to parquet, on a local Ray with two workers that ask: what kills and refusals cost."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The client against a real tritonserver with toy models of the same contract: what a fake cannot prove."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

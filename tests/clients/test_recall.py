@@ -1,7 +1,5 @@
 """The arithmetic of recall on examples computed by hand, the datasets it reads, and `tessera plan`, which uses it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -184,8 +182,7 @@ def test_policies_that_are_none(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_loss", "policy"),
-    [(0.49, "reference"), (0.5, "native"), (8.9, "two-tile"), (9, SOME[3].policy)],
+    ("max_loss", "policy"), [(0.49, "reference"), (0.5, "native"), (8.9, "two-tile"), (9, SOME[3].policy)]
 )
 def test_the_fastest_within_the_loss_is_recommended(max_loss: float, policy: str) -> None:
     """The loss counts from the best recall, and a policy with errors is neither the best nor recommended."""

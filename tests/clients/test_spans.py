@@ -1,7 +1,5 @@
 """The SDK's spans: when each stage was, what an unfinished answer looks like, and what is not in them."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from dataclasses import replace

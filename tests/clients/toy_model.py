@@ -7,8 +7,6 @@ refused, tritonserver 2.51 would abort now and then, as a refusal met an answer 
 only.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -5,8 +5,6 @@
 Nothing here depends on where something lies in the source: a module that moves changes no line.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import builtins

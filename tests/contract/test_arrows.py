@@ -1,7 +1,5 @@
 """The arrows between the packages run one way: each is imported with what it may not need blocked."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

@@ -3,8 +3,6 @@
 Else it would read what is not written yet, and only on Hopper, now and then.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The Makefile stays short, and the documents name targets and benchmarks that exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The map in CONTRIBUTING.md names every room there is, and none that is not there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Names, options, schemas, settings, metrics, error texts and fields of results are those of surface.json."""
 
-from __future__ import annotations
-
 import surface
 
 

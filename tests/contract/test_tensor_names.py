@@ -1,7 +1,5 @@
 """One contract: config.pbtxt, the stages' code and the client name the same tensors."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -12,11 +10,7 @@ from tritonclient.grpc import model_config_pb2
 ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = ROOT / "model_repository"
 ADAPTERS = ROOT / "python_backends" / "tessera" / "tritonserver"
-STAGES = {
-    "preprocess": "preprocess.py",
-    "vision_encoder": "vision.py",
-    "language_model": "language_model.py",
-}
+STAGES = {"preprocess": "preprocess.py", "vision_encoder": "vision.py", "language_model": "language_model.py"}
 
 
 NAMED = [None, "tensorrt"]

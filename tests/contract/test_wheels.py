@@ -1,7 +1,5 @@
 """Each wheel alone, with nothing but what it requires: every module of it is imported there."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The scene renderer: labels follow from geometry, hazards can be seen, the held-out set is balanced."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from dataclasses import replace
@@ -10,17 +8,7 @@ import cv2
 import numpy as np
 import pytest
 
-from scene import (
-    HAZARDS,
-    ask,
-    boxes,
-    describe,
-    encode_jpeg,
-    heldout,
-    questions,
-    render,
-    sample,
-)
+from scene import HAZARDS, ask, boxes, describe, encode_jpeg, heldout, questions, render, sample
 
 cv2.setNumThreads(1)
 SCENES = [sample(seed, "train") for seed in range(250)]

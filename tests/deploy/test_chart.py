@@ -4,8 +4,6 @@ Helm's own library renders it and `kubernetes-validate` has the schemas (require
 ever sent to a cluster. KEDA's and the Prometheus operator's objects have no schema there.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 Nothing here builds or runs an image. `docker compose config` is asked where the client has compose.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

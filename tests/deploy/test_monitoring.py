@@ -1,7 +1,5 @@
 """Prometheus' and Grafana's files fit each other; the server's own metric names are checked in tests/server."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

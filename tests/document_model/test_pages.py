@@ -1,7 +1,5 @@
 """Rendered pages: the same from the same seed, boxes around their ink, answers that MinerU's own client understands."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

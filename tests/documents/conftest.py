@@ -1,7 +1,5 @@
 """Runs of `tessera parse` before a reader of documents."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ On its pages stand bars of one colour each. It answers MinerU's prompts in its m
 title, a text and a table for each page, and for a crop the name of the colour in it.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import threading

@@ -1,7 +1,5 @@
 """Edges that cut through letters move to where those end; all others stay. And on rendered pages, where it is known."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`tessera parse` from files to files, a reader of documents in the server's place; and what changes between runs."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -5,8 +5,6 @@ What random weights read makes no sense and never ends by itself: the layouts th
 answers are short. The penalties that transformers does not know are 0; all else is MinerU's default.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Which files are parsed, what a page looks like, and what its blocks become in Markdown."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a PDF's letters are as drafts of blocks: words, lines, cells; and how `tessera parse` sends them along."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Our VlmClient beside mineru-vl-utils' http-client: the same question must be the same request to the server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

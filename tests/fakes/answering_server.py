@@ -1,7 +1,5 @@
 """A server that answers with the question, for jobs that ask many: :class:`AnsweringServer`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A web server of one page, whatever it is asked for: :func:`serving`."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

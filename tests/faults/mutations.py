@@ -1,7 +1,5 @@
 """Random damage: to bytes, to the headers of pictures, to JSON, to prompts. All chance comes from a numpy Generator."""
 
-from __future__ import annotations
-
 import copy
 import json
 import struct

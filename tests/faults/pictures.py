@@ -1,7 +1,5 @@
 """Small pictures of every kind that is accepted, and pictures that were made to do harm."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from functools import cache

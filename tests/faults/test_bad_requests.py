@@ -1,7 +1,5 @@
 """Bad requests to the running server, several in flight at once with good ones that must not notice."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

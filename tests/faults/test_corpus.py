@@ -1,7 +1,5 @@
 """Thousands of bad requests through the stages' own code, in this process: an answer or a clear refusal, quickly."""
 
-from __future__ import annotations
-
 import json
 import resource
 import time

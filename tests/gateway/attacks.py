@@ -5,8 +5,6 @@
 says by which HTTP statuses its requests ended (0: the connection ended without one), as JSON.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """A gateway behind a port for all tests of a file, OpenAI's own client of it, and what its servers answer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

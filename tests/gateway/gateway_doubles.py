@@ -1,7 +1,5 @@
 """A gateway before a scripted transport: asked in this process, or over a port by real clients; and its batches."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

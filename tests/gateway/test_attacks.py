@@ -4,8 +4,6 @@ A benchmark in all but its bounds, which are wide: what is asserted is that ever
 stranger's requests end as they should, and that the worker's memory stays in bounds.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

@@ -3,8 +3,6 @@
 There what is refused leaves nothing, and what was accepted waits and says so.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 import time
@@ -107,10 +105,7 @@ def test_a_large_file_whose_length_nobody_tells(tmp_path: Path) -> None:
     """By the client's own form, in the pieces that the network makes of it, over many slices of lines."""
     door = Asked(FakeTransport(), Settings(batch_folder=tmp_path, max_file_mib=8, max_body_mib=1, max_bodies_mib=2))
     content = "\n".join(line(f"{number}", "x" * (2 * number)) for number in range(2500)).encode()
-    with (
-        listening(door.app) as address,
-        client_of(address) as client,
-    ):
+    with listening(door.app) as address, client_of(address) as client:
         file = client.files.create(file=("in.jsonl", content), purpose="batch")
         assert client.files.content(file.id).content == content and len(content) > 3 << 20
         assert door.app.state.counters.total("body_bytes_held") == 0  # and what is written counted no more before

@@ -3,8 +3,6 @@
 And a gateway's process that is killed in the middle of a batch.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sqlite3

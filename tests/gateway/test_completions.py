@@ -1,7 +1,5 @@
 """Every field of a chat completion: where it goes, and how its answer looks; and /v1/responses, by OpenAI's client."""
 
-from __future__ import annotations
-
 import base64
 import json
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """What a connection may send, how much of it and how slowly; and its end, when the gateway is told to stop."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

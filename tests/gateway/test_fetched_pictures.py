@@ -1,7 +1,5 @@
 """Pictures behind URLs: from named hosts at public addresses, within limits; nothing else is ever asked."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import subprocess

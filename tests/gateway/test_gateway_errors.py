@@ -1,7 +1,5 @@
 """What is refused, and in which words: every error is OpenAI's object with the status that clients expect."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -14,14 +12,7 @@ from gateway_doubles import ASKED, HELLO, Asked, gateway
 from tessera_client import Delta
 from tessera_client.messages import ServerStatus
 from tessera_gateway import protocol
-from tessera_wire.errors import (
-    Cancelled,
-    ConnectionFailed,
-    DeadlineExceeded,
-    InvalidRequest,
-    ServerError,
-    Unavailable,
-)
+from tessera_wire.errors import Cancelled, ConnectionFailed, DeadlineExceeded, InvalidRequest, ServerError, Unavailable
 
 
 def refused(response: httpx.Response, status: int) -> dict[str, Any]:

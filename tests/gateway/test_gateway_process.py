@@ -1,7 +1,5 @@
 """The gateway as processes: `tessera gateway` with several workers, and as the launcher's child."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,8 +1,6 @@
 """What is answered by a request's head: ids, hosts, origins, HEAD; and what the service says of itself: its counters,
 and the servers' pages."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from contextlib import ExitStack

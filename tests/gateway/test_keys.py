@@ -1,7 +1,5 @@
 """Who may ask, how often, and who goes next where more is asked than the servers work at: keys take turns by shares."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from copy import copy

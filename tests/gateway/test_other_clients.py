@@ -1,7 +1,5 @@
 """Clients built on OpenAI's protocol, each used as its users do; the model behind the gateway is a stand-in."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

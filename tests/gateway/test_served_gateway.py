@@ -1,7 +1,5 @@
 """`tessera serve` and its gateway, and OpenAI's client against the real models; one that is killed."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """Functions that an answer may call: what the server is asked for them, and what becomes of its answer."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

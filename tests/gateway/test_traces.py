@@ -1,7 +1,5 @@
 """One trace from a client's ``traceparent`` to the engine's decode: what is in it, and that a collector gets it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

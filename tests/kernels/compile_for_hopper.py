@@ -3,8 +3,6 @@
 A script, as an interpreted process cannot compile.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import triton

@@ -1,7 +1,5 @@
 """Kernels run compiled on a GPU; without one tests/conftest.py has triton interpret them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

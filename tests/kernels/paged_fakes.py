@@ -1,7 +1,5 @@
 """Random sequences in a paged cache that is poison wherever no sequence may look."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

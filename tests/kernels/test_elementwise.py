@@ -1,7 +1,5 @@
 """The elementwise kernels against their twins."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

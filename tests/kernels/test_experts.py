@@ -1,7 +1,5 @@
 """Routing and the grouped products of experts against their twins, for weights of every form."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

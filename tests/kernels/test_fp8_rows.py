@@ -1,7 +1,5 @@
 """Products of e4m3 rows against arithmetic spelt out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The gate-up product of many rows that ends in the activation, against its twin, and that it compiles for Hopper."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

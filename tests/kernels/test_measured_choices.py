@@ -1,7 +1,5 @@
 """Speed is asked once: the answer is kept, and a way that cannot run loses."""
 
-from __future__ import annotations
-
 import json
 
 from tessera.kernels.tuning import MeasuredChoices

@@ -1,7 +1,5 @@
 """Attention over paged keys and values, of single queries and of pieces of prompts, against the oracle backend."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

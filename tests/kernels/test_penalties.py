@@ -1,7 +1,5 @@
 """Penalties and what is remembered for them, against their twins."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

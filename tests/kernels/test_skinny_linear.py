@@ -1,7 +1,5 @@
 """The skinny products, of 16 bits and in e4m3, against their twins, and how they are planned."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -86,8 +84,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "m"),
-    [*((Halves, m) for m in (1, 16, 17, 64)), *((E4m3, m) for m in (1, 17, 64, 97, 256))],
+    ("kind", "m"), [*((Halves, m) for m in (1, 16, 17, 64)), *((E4m3, m) for m in (1, 17, 64, 97, 256))]
 )
 def test_linear(half, device, generator, kind, m, has_bias):
     product = kind(half, device, generator, m, 96, 256)

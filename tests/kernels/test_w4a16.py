@@ -1,7 +1,5 @@
 """4-bit weights: their layout, and the products against their twins."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is said of a checkpoint before a server is started: by the stages' readers, from headers alone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

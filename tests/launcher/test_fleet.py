@@ -1,7 +1,5 @@
 """Several supervised servers as one service; the supervisors play scripts."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How the memory of a GPU is divided: by its size, the dial and the checkpoint's files alone."""
 
-from __future__ import annotations
-
 import ctypes
 from importlib import metadata
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The guard with stand-ins for tritonserver: whatever they do, nothing of them stays. And the sweep at start: what
 belongs to nobody goes, what belongs to a living server or to others stays."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """When a stage counts as dead; the health port over HTTP, and what several servers are together."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

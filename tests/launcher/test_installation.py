@@ -1,7 +1,5 @@
 """Finding a tritonserver and laying out the wheel's files, on made-up installations."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Command line -> options -> tritonserver's flags and environment."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import sys
@@ -14,13 +12,7 @@ import pytest
 from tessera.errors import ConfigError
 from tessera.launcher.cli import parse, serve_main
 from tessera.launcher.installation import Installation
-from tessera.launcher.options import (
-    ServerOptions,
-    mps_control,
-    one_per_gpu,
-    server_environment,
-    server_flags,
-)
+from tessera.launcher.options import ServerOptions, mps_control, one_per_gpu, server_environment, server_flags
 from tessera.launcher.settings import ServerSetup
 from tessera.launcher.starting import log_path
 from tessera.settings import gpu

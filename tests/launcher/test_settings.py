@@ -1,8 +1,6 @@
 """`--set`, config.pbtxt, the environment and the defaults: what is in force, and who said so. What a server asks of
 /dev/shm, and what it says where that is less."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +11,7 @@ import pytest
 from tessera.errors import ConfigError
 from tessera.launcher import settings
 from tessera.launcher.cli import serve_main
-from tessera.launcher.settings import (
-    INSTANCES,
-    MB,
-    ServerSetup,
-    lay_out,
-    read_config,
-    regions,
-    set_up,
-)
+from tessera.launcher.settings import INSTANCES, MB, ServerSetup, lay_out, read_config, regions, set_up
 from tessera.settings.gpu import GIB
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"

@@ -1,7 +1,5 @@
 """What is shown of a start, from the server's log, in a terminal and without one; one clear line where it fails."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """In place of measuring, and of a checkpoint that fills a layer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 

@@ -4,8 +4,6 @@ compressed-tensors' formats are packed by its own compressors, AutoAWQ's and GPT
 nothing but casts. A packer turns one weight into the stored tensors of a module, and into the W that they mean.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -209,9 +207,7 @@ FORMATS = {
     "float channel dynamic": compressed("float-quantized", float8("channel"), float8("token", dynamic=True)),
     "float tensor static": compressed("float-quantized", float8("tensor"), float8("tensor", dynamic=False)),
     "float blocks": compressed(
-        "float-quantized",
-        float8("block", block_structure=[128, 128]),
-        float8("group", group_size=128, dynamic=True),
+        "float-quantized", float8("block", block_structure=[128, 128]), float8("group", group_size=128, dynamic=True)
     ),
     "fp8 blocks": fp8_blocks(),
     "modelopt": modelopt(),

@@ -1,7 +1,5 @@
 """The linear layers of experts: how each scheme gives them to the grouped products, and what they are filled from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

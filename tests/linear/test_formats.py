@@ -1,8 +1,6 @@
 """Every format that is read, in every layout and body: W = (q - z) * s to the last bit; of the newer families in
 tests/models/test_conformance.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from packers import FORMATS, quantize_folder

@@ -1,7 +1,5 @@
 """The FP8 scheme as a GPU runs it (its twins compute here), and quantizing while a checkpoint is read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

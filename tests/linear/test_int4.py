@@ -1,7 +1,5 @@
 """How layers of 4-bit weights run: packed, with an FP8 copy beside them or without, and which way is chosen."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

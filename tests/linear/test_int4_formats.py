@@ -1,7 +1,5 @@
 """GPTQ's versions told by values, columns sorted by group, and biases that a model does not have."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from measured_fakes import fill

@@ -1,7 +1,5 @@
 """Which module is quantized, and how: configurations that are nested, forgetful or wrong, and files that show more."""
 
-from __future__ import annotations
-
 import copy
 import json
 

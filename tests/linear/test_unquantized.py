@@ -1,7 +1,5 @@
 """Plain weights: which product is measured against the library's, and which one runs from then on."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """What tests of the programs share: their figures, and a server that does nothing in place of the real one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The benchmark of attention: what is wrong is seen, what is quantized comes back, and who is compared with whom."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The replay asks a page's layout, then its crops, no more at once than it says, and reports what came of it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The simulation: loops that are closed, the same each time, and as fast as their steps."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from bench import scheduler as bench_scheduler

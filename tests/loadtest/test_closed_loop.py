@@ -1,7 +1,5 @@
 """The load really has the concurrency it says, over all its processes together."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

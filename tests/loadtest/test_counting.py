@@ -1,7 +1,5 @@
 """The counting rule on runs that are worked out by hand."""
 
-from __future__ import annotations
-
 import counting
 import pytest
 from closed_loop import Answered

@@ -1,7 +1,5 @@
 """`document_parity` compares what it says: our stages' answers, under every penalty, with generated ones."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The benchmark of drafts: its pages' text layers, its requests, and how it tells two answers apart."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import Counter

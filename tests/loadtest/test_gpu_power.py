@@ -1,7 +1,5 @@
 """Watts, clocks and heat from NVML's counters; nothing where there is no GPU."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What a trace says of launches and of the time in which kernels run, its picture, and a trial of the benchmark."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

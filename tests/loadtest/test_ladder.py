@@ -1,7 +1,5 @@
 """The ladder: what each rung is served by and asked, and what becomes of the lines it leaves."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from argparse import Namespace
@@ -77,8 +75,7 @@ def test_both_sides_of_a_pair_are_asked_the_same_job_or_the_rung_is_in_the_job()
 
 
 @pytest.mark.parametrize(
-    ("beside", "happened"),
-    [(True, "+c +b -c +a -a -b"), (False, "+c -c +b -b +c -c +b -b +a -a")],
+    ("beside", "happened"), [(True, "+c +b -c +a -a -b"), (False, "+c -c +b -b +c -c +b -b +a -a")]
 )
 def test_what_is_wanted_stays_and_the_rest_ends_before_the_next_starts(
     beside: bool, happened: str, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,5 @@
 """The command: what its figures are called, and what is in them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import load

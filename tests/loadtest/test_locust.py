@@ -3,8 +3,6 @@
 Locust is a process of its own here as everywhere, for it makes the standard library cooperative.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is reported of a run, by name, and which pictures it shows."""
 
-from __future__ import annotations
-
 import counting
 import measuring
 from closed_loop import Answered

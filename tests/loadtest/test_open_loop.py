@@ -1,7 +1,5 @@
 """Requests come when they are due, and their time counts from there; what a run and a search make of it."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Engines beside ours: which pairs count and who is ahead, how engines are found and started, and the command whole."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Where the GPU begins to decode pictures faster than the CPU, and that both ways are asked alike."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the benchmark of remote vision starts: where, and without TCP_NODELAY."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """A set of pages on disk, and that its crops are those of MinerU's own client, byte by byte."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

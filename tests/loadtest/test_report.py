@@ -1,7 +1,5 @@
 """The tables in the documents are the recorded figures, and the comparison says who is ahead."""
 
-from __future__ import annotations
-
 import io
 import json
 

@@ -1,7 +1,5 @@
 """The command that a benchmark starts its server with, for both kinds of checkout, and how the server's end is seen."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

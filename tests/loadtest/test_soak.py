@@ -1,7 +1,5 @@
 """How the soak judges: its arithmetic, its books, and that each bad end is noticed. The server is a stand-in."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

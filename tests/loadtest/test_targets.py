@@ -1,7 +1,5 @@
 """Both targets are asked the same, each in its own way, and their answers are counted; W6's questions come in turn."""
 
-from __future__ import annotations
-
 import json
 import socket
 from base64 import b64decode

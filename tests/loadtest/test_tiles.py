@@ -1,7 +1,5 @@
 """A picture in 13 tiles down to one: what is asked, and what is written and drawn of it."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 from xml.etree import ElementTree

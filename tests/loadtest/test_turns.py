@@ -1,7 +1,5 @@
 """How sure a ratio of two ways in turns is, and a product of such; and when it is sure enough."""
 
-from __future__ import annotations
-
 from math import log
 from statistics import stdev
 

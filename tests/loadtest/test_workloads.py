@@ -1,7 +1,5 @@
 """The standard workloads' prompt and pictures are the peers', and no two pictures are alike."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 from concurrent.futures import ThreadPoolExecutor

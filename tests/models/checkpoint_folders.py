@@ -1,7 +1,5 @@
 """Small checkpoint folders without weights, in both layouts, with tokenizers trained on a few sentences."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

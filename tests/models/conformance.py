@@ -17,8 +17,6 @@ check_kernels         rows by the kernels of a GPU, in FP8 too, against torch's 
 ====================  ==================================================================================
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Grids computed without the implementation."""
 
-from __future__ import annotations
-
 import random
 from fractions import Fraction
 from functools import lru_cache

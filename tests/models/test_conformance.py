@@ -1,7 +1,5 @@
 """The suite of ``conformance.py`` for the families of this package."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -230,11 +228,7 @@ CASES = {
         f"qwen3_vl, {name}": Case(
             partial(write_qwen3_vl, **options), PATCHES_OF_16, patches_of_16, kinds=True, engine=PREFILL_IN_PARTS
         )
-        for name, options in {
-            "untied": {},
-            "tied": {"tied": True},
-            "experts": {"text": tiny_qwen3_vl.EXPERTS},
-        }.items()
+        for name, options in {"untied": {}, "tied": {"tied": True}, "experts": {"text": tiny_qwen3_vl.EXPERTS}}.items()
     },
 }
 RELATIVES = {kind.layout: kind for kind in (QWEN2_VL, QWEN2_5_VL)}

@@ -1,7 +1,5 @@
 """Digests: equal inputs, equal names; any difference, another name."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

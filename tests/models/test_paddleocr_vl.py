@@ -1,7 +1,5 @@
 """PaddleOCR-VL beside what every family must hold: its sizes, grid of positions, settings and task prompts."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What Qwen2-VL makes of pictures and chats: sizes, token counts by either bound, plans, refusals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

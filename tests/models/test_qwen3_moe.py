@@ -1,7 +1,5 @@
 """What Qwen3-MoE's configuration may state, what its file may hold, and what of it is quantized or counted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The one table of families: a family of another package is served like ours, and what is not known is named."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

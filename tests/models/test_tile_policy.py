@@ -1,8 +1,6 @@
 """InternVL's tiling rule against the references', policies by name and by key, plans and their token counts, and what
 none may state."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Writers of a tiny checkpoint of each family, weights and tokenizer included: each gives transformers' model of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The page in a browser, as the tests use it: by the ids and roles that people's tools see."""
 
-from __future__ import annotations
-
 import os
 from io import BytesIO
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Headless Chromium, one for all tests of this folder, and the stand-in that serves them the page."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The quick tests' gateway. Its stream waits where a question says so, so that a test can look at a half-written answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """The page for people who use it without a mouse, without seeing it, in the dark or on a phone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The page in headless Chromium, before a stand-in of the gateway: answers, pictures, conversations, errors."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import subprocess

@@ -1,7 +1,5 @@
 """The page before the real gateway and the real server: what a stand-in cannot prove. It takes docs/page's pictures."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

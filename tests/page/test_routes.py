@@ -1,7 +1,5 @@
 """The page's routes without a browser: files and their headers, tiles, sizes, status."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path

@@ -3,8 +3,6 @@
 No published file was read here: the numbers are those that the bodies' own model cards name.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The default checkpoint gives `transformers`' tokens; `make bench NAME=parity` shows the same on 200 pictures."""
 
-from __future__ import annotations
-
 from bench.parity import Ours, Theirs
 
 import scene

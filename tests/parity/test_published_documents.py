@@ -1,8 +1,6 @@
 """MinerU2.5-Pro and Qianfan-OCR: twins of what public code says of their files are read as transformers reads them, or
 refused in words (docs/checkpoints.md cites each source)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every published size: its configuration is read and has a model and a tower, or it is refused by name."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Each text body against transformers on tiny checkpoints of random weights, without a picture: float32, CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

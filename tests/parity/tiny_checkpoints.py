@@ -6,8 +6,6 @@ model under different names (``text="internlm2"`` needs a Llama body); :func:`as
 have the names of that layout and the keys of the first.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

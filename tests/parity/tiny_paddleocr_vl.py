@@ -1,7 +1,5 @@
 """Small folders of PaddleOCR-VL, their template as its users quote it, and what transformers makes of chats."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small folders of Qwen2-VL and Qwen2.5-VL, their template as published, and what transformers makes of chats."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Small folders of Qwen3-VL, with a template as the published one's, and what transformers makes of chats."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

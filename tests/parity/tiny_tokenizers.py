@@ -1,7 +1,5 @@
 """Small tokenizers in each form a folder may hold: tokenizer.json, vocab.json with merges.txt, sentencepiece."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

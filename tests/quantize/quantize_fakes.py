@@ -1,7 +1,5 @@
 """A labelled folder of small pictures, tiny checkpoints with bodies of every name, and jobs on them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

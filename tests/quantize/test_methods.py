@@ -1,7 +1,5 @@
 """The methods as functions of tensors: what each promises, on inputs made to show it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from quantize_fakes import dequantized, rtn

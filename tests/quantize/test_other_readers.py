@@ -1,7 +1,5 @@
 """The same greedy tokens from `transformers` and from our engine, of a checkpoint that we quantized."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`tessera quantize` as a user runs it: what it prints, what it leaves, how it fails."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

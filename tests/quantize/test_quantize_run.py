@@ -1,7 +1,5 @@
 """Whole runs on tiny checkpoints of each layout and body: what is written, what stays, and a kill in the middle."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 """Checkpoints of the newer families that we quantized, experts stored in any way: the stages answer as with the
 weights that the file stands for."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

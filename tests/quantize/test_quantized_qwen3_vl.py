@@ -1,7 +1,5 @@
 """Qwen3-VL checkpoints that we quantized, on a picture's rows of several depths: as `transformers` computes them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

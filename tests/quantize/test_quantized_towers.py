@@ -1,8 +1,6 @@
 """Checkpoints of Qwen2-VL and its relatives that we quantized: `transformers` reads them and says the same of a picture
 as our stages."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A picture that no training has seen, the SDK's ways to the shared server, the server of documents, and toy models."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

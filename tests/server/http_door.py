@@ -1,7 +1,5 @@
 """A real server asked over HTTP: requests, and its metrics page."""
 
-from __future__ import annotations
-
 import base64
 import json
 import urllib.error

@@ -1,8 +1,6 @@
 """Clients that go away without a word, by every door: where the server is told, what the engine holds for them is freed
 at once, else by their deadlines. This is what docs/serving.md says of each model."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

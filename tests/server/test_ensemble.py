@@ -1,7 +1,5 @@
 """The running ensemble on the default checkpoint: every way in, every kind of request."""
 
-from __future__ import annotations
-
 import base64
 import json
 import queue

@@ -1,8 +1,6 @@
 """Every door to the real server: answers that are constrained, labels that are scored, a question beside a job, and
 what request parameters mean beside what the server adds of its own."""
 
-from __future__ import annotations
-
 import json
 import math
 import queue

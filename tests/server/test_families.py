@@ -1,8 +1,6 @@
 """Families that no checkpoint of ours has, served as a user serves them and asked: random weights answer as
 transformers' model of them does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

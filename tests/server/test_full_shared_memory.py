@@ -1,7 +1,5 @@
 """A /dev/shm of its own, too small or full: the server's fault, said at the start and told apart from the client's."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time
@@ -18,10 +16,7 @@ from toy_servers import MAY_MOUNT, REPOSITORY, Launched, memory_of
 
 from tessera_client import Client, Retry, Unavailable
 
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.skipif(not MAY_MOUNT, reason="only root may mount a /dev/shm of its own"),
-]
+pytestmark = [pytest.mark.server, pytest.mark.skipif(not MAY_MOUNT, reason="only root may mount a /dev/shm of its own")]
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """The launcher against a real tritonserver, on a toy repository that starts in under a second."""
 
-from __future__ import annotations
-
 import glob
 import http.client
 import os

@@ -1,7 +1,5 @@
 """The README's commands, typed as they stand: in a folder that holds nothing but what `tessera sample` writes."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

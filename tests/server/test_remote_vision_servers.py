@@ -1,7 +1,5 @@
 """Two real servers: one asks the other's vision stage (vision_url). Answers, refusals, deadlines, restarts."""
 
-from __future__ import annotations
-
 import base64
 import os
 import signal

@@ -1,7 +1,5 @@
 """`tessera serve` over toy models that hang, die and leave things behind; each starts in under a second."""
 
-from __future__ import annotations
-
 import glob
 import json
 import os

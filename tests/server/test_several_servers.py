@@ -1,7 +1,5 @@
 """`tessera serve --gpus 0,1` with toy models (a GPU's number is only a variable here) and the project's own front."""
 
-from __future__ import annotations
-
 import glob
 import json
 import os

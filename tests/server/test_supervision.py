@@ -1,7 +1,5 @@
 """kill -9 of a stage, and of the engine, under load: clients hear of it, the service comes back, jobs lose nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

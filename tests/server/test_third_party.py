@@ -1,7 +1,5 @@
 """Other people's clients against the running ensemble, and what a stranger may not do with it."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -3,8 +3,6 @@
 Stands in for the plan in tests on the real tritonserver; lies in the model's version folder as stand_in.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

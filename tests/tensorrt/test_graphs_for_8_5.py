@@ -1,7 +1,5 @@
 """build/tensorrt85: graphs that TensorRT 8.5 reads give the same rows, and packed libraries come back whole."""
 
-from __future__ import annotations
-
 import os
 import struct
 import subprocess

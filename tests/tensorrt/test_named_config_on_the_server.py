@@ -1,7 +1,5 @@
 """The named config `tensorrt` on the real tritonserver, with a stand-in for the plan (no GPU here can run one)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import urllib.request

@@ -1,7 +1,5 @@
 """What the Python stages do for a plan: preprocess gives whole tiles, the language model takes what goes round it."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

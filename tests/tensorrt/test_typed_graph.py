@@ -1,7 +1,5 @@
 """The graph for TensorRT: which types stand where, its Q/DQ nodes and their scales, and what it computes on the CPU."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

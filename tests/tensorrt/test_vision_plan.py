@@ -3,8 +3,6 @@
 No engine is run, here or anywhere in this project: there is no GPU that could, and tritonserver loads none of these.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

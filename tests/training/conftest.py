@@ -1,7 +1,5 @@
 """A document model with random weights, and crops of a page."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from checkpoints import DOCUMENTS, fresh_model

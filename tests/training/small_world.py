@@ -1,7 +1,5 @@
 """A world of one class for the training on rooms: a red square that is there or not."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

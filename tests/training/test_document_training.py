@@ -1,7 +1,5 @@
 """Training on documents: forwards as transformers', batches, targets, where a run begins, scores."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

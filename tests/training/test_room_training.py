@@ -1,7 +1,5 @@
 """Training on rooms: forwards and tiles as transformers', targets, what is asked how often."""
 
-from __future__ import annotations
-
 import random
 
 import cv2

@@ -1,7 +1,5 @@
 """Training of either model, of a small shape: its losses fall, a run that stopped goes on, its checkpoint loads."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

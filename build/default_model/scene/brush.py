@@ -86,12 +86,7 @@ class Brush:
         x0, y0, x1, y1 = self.item.box
         gx, gy = (x1 - x0) * margin, (y1 - y0) * margin
         height, width = self.image.shape[:2]
-        return (
-            max(int(x0 - gx), 0),
-            max(int(y0 - gy), 0),
-            min(int(x1 + gx) + 1, width),
-            min(int(y1 + gy) + 1, height),
-        )
+        return (max(int(x0 - gx), 0), max(int(y0 - gy), 0), min(int(x1 + gx) + 1, width), min(int(y1 + gy) + 1, height))
 
     def stain(self, points: Sequence[Sequence[float]], rgb: Colour, strength: float, soft: float) -> None:
         """Blends a soft-edged polygon into the picture; `strength` 0..1, `soft` pixels of blur."""

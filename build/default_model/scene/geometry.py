@@ -177,9 +177,4 @@ def on_plane(
     z = room.floor_depth(v)
     k = room.focal / z
     x = cx + (u - w / 2 - room.u0) / k
-    return (
-        (x, h / k, z),
-        (w / k, 0.0, 0.0),
-        (0.0, -h / k, 0.0),
-        (0.0, 0.0, max(min(depth, room.deep - z), 0.0)),
-    )
+    return ((x, h / k, z), (w / k, 0.0, 0.0), (0.0, -h / k, 0.0), (0.0, 0.0, max(min(depth, room.deep - z), 0.0)))

@@ -33,12 +33,7 @@ class KvStorage:
     """
 
     def __init__(
-        self,
-        layers: int,
-        shape: tuple[int, int, int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        fp8: bool = False,
+        self, layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, fp8: bool = False
     ) -> None:
         """``shape``: that of each tensor; ``dtype``: of what is written and read. ConfigError for a GPU without FP8."""
         if fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):

@@ -139,11 +139,7 @@ def mps_control(options: ServerOptions, environment: Mapping[str, str], device: 
 
 
 def server_flags(
-    options: ServerOptions,
-    installation: Installation,
-    shm_prefix: str,
-    setup: ServerSetup,
-    repository: Path,
+    options: ServerOptions, installation: Installation, shm_prefix: str, setup: ServerSetup, repository: Path
 ) -> list[str]:
     """The command line of tritonserver after the program's name."""
     memory, _ = regions(setup.processes)

@@ -30,10 +30,7 @@ CONTEXTS_BYTES = 2 * GIB
 """What CUDA itself takes, for tritonserver and for both stages' processes."""
 TRACES_OF_GPUS = (("/proc/driver/nvidia/gpus", "*"), ("/dev", "nvidia[0-9]*"), ("/dev", "dxg"))  # the last: WSL
 FLOATS = ("F64", "F32", "BF16", "F16")
-DEFAULT_MODELS = {
-    "rooms": "../build/default_model/checkpoint",
-    "documents": "../build/document_model/checkpoint",
-}
+DEFAULT_MODELS = {"rooms": "../build/default_model/checkpoint", "documents": "../build/document_model/checkpoint"}
 """The models that were trained here, by the names of `tessera serve --default`: relative to the model repository."""
 
 

@@ -21,14 +21,7 @@ from torch.nn import functional
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.weights import Target, copy_whole
 from tessera.kernels.fp8_rows import Fp8Rows
-from tessera.kernels.tower_layers import (
-    ATTENTIONS,
-    GELUS,
-    PLAIN,
-    Fp8Linear,
-    TowerKernels,
-    gpu_kernels,
-)
+from tessera.kernels.tower_layers import ATTENTIONS, GELUS, PLAIN, Fp8Linear, TowerKernels, gpu_kernels
 from tessera.kernels.tuning import MeasuredChoices, machine_of
 from tessera.models.internvl.config import VisionConfig
 from tessera.models.tower import MLP, Forward, Tower, TowerLayer, fold_normalisation

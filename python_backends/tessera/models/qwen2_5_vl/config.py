@@ -50,14 +50,7 @@ class VisionConfig(qwen2_vl.RelativeConfig):
 
 def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
     """The configuration of a folder whose config.json is ``raw``. Raises CheckpointError."""
-    config = qwen2_vl.read(
-        folder,
-        raw,
-        VisionConfig,
-        rows="out_hidden_size",
-        names=VISION_NAMES,
-        layout="qwen2_5_vl",
-    )
+    config = qwen2_vl.read(folder, raw, VisionConfig, rows="out_hidden_size", names=VISION_NAMES, layout="qwen2_5_vl")
     vision, where = config.vision, f"{folder}/config.json: vision_config"
     if not vision.window:
         least = vision.spatial_merge_size * vision.patch_size
