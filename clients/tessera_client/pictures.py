@@ -1,7 +1,5 @@
 """A picture in any form a caller may have, as the encoded bytes that the server takes."""
 
-from __future__ import annotations
-
 import base64
 import os
 import stat

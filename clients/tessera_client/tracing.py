@@ -5,8 +5,6 @@ any holder of the answer can make the spans; and the request id begins with the 
 log leads to the trace. Spans hold counts and names alone, nothing of what was asked, shown or answered.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import astuple

@@ -1,7 +1,5 @@
 """The command ``tessera ask``: one question, with or without pictures."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os.path

@@ -4,8 +4,6 @@ Results go to standard output, progress and tables to standard error. Exit codes
 wrong request, 3 the server is not there or not ready, 4 out of time, 130 interrupted.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

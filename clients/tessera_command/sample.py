@@ -1,7 +1,5 @@
 """The command ``tessera sample``: pictures to try the others on, without any of one's own."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from pathlib import Path

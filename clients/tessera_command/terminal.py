@@ -5,8 +5,6 @@ Arguments that several commands have.
 The health port of `tessera serve`: what it says of the service, where tritonserver itself only says "ready".
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

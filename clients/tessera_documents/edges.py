@@ -4,8 +4,6 @@ A crop without the feet of its letters is misread by any model, and a small mode
 An edge that cuts nothing stays where it is, so that boxes which fit are left alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What finds the blocks of a page and what reads them: MinerU2.5 does both. PaddleOCR-VL reads alone: elements that
 another server's model finds, or pages as they are."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Executor

@@ -1,7 +1,5 @@
 """Many documents through one server: pages are rendered as they are needed, their requests are under way together."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import time

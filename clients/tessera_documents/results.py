@@ -6,8 +6,6 @@ complete, whatever ended the run that made it.
 The picture of a page with what was found on it: each block's box, its type, and its place in the reading order.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -5,8 +5,6 @@ PDFium takes one thread only: whatever is opened here is rendered and closed by 
 Which pages of each document are read: ``1-3,7,10-``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import os

@@ -1,7 +1,5 @@
 """``tessera gateway``: the HTTP door to servers that run already. `tessera serve` starts this module as its child."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math

@@ -3,8 +3,6 @@
 Answers as server-sent events; those of chat completions are each a ``chat.completion.chunk``.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing

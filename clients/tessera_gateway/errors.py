@@ -3,8 +3,6 @@
 The servers' refusals in the API's words: their names for what was asked become the fields that a request has.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Mapping

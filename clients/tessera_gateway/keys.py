@@ -16,8 +16,6 @@ of 256 where two are equal), and the rest stays free. What is under way is not i
 has all places.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

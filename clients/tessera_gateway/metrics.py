@@ -5,8 +5,6 @@ needs a lock, and the worker that is asked for the page adds up all rows. A row 
 lock on its place: when a worker dies, its successor takes the row over, and the counters go on.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

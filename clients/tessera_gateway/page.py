@@ -3,8 +3,6 @@
 The size of an encoded picture as people see it.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from io import BytesIO

@@ -5,8 +5,6 @@ must be a public one, and the connection goes to that very address: a second ans
 A redirect is followed to a named host alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import socket

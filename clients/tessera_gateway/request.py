@@ -1,7 +1,5 @@
 """A request before anything is made of it: its head, its body within its limits, and that its client went away."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time

@@ -1,7 +1,5 @@
 """POST /v1/responses: OpenAI's later way to ask, as a chat completion in other words."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal

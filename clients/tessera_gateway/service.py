@@ -3,8 +3,6 @@
 GET /tessera/status: what the page's status tab shows, read from the servers' metrics pages.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import ssl

@@ -3,8 +3,6 @@
 The options of the gateway but for its addresses: `tessera gateway` has them, and `tessera serve` for its gateway.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -5,8 +5,6 @@ It is the engine's own model of one layer: whatever body the engine runs, its la
 What stands where in a decoder layer: which stored modules read which input, and what comes before each input.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Quantized weights are stored as compressed-tensors, ``pack-quantized`` and ``flo
 compressed-tensors 0.19, ``compressors/pack_quantized`` and ``compressors/naive_quantized``.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """``tessera quantize``: a checkpoint in, a smaller one and a report of what it lost out."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """One decoder layer quantized: its linear layers one after the other, each on the inputs its quantized fellows give."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -13,8 +13,6 @@ largest first ("act-order"), but groups stay those of neighbouring columns and t
 file needs no g_idx, and no kernel has to gather.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The report of a run: Markdown, an SVG plot beside it, and the same figures as JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

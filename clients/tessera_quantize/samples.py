@@ -3,8 +3,6 @@
 How often a checkpoint is right about a labelled folder: the serving stages in this process, without a server.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

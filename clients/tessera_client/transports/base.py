@@ -1,7 +1,5 @@
 """What a client needs of the network. Clients know nothing else of it, so tests put a fake here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 

@@ -1,7 +1,5 @@
 """gRPC: all requests of a client share one call to a server (see :mod:`tessera_wire.line`)."""
 
-from __future__ import annotations
-
 import queue
 import uuid
 from collections.abc import Iterable, Sequence

@@ -6,8 +6,6 @@ by their words). Connections are kept alive and reused. A thread that waits cann
 of a request that is broken off the server is told, and the thread closes its connection when the answer goes on.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import uuid

@@ -3,8 +3,6 @@
 Which of several processes asks the lines of a batch folder: the one that holds its :class:`FolderLock`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os

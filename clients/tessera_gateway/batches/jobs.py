@@ -1,8 +1,6 @@
 """Files, batches and their requests as the database has them: :class:`Files`, :class:`Jobs`. Their methods are for the
 database's thread."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

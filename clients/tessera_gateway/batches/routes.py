@@ -1,7 +1,5 @@
 """/v1/files and /v1/batches: what is asked for, from the database; an upload into the lines of a file, as it comes."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Asks what batches have to ask: :class:`Runner`."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import sys

@@ -1,7 +1,5 @@
 """The batches of a folder, as the routes and the runner use them: :class:`BatchService`."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Callable

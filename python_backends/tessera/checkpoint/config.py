@@ -7,8 +7,6 @@ Code named by a checkpoint (``auto_map``) is never looked at.
 How many tokens prompt and answer may have together: preprocess and engine ask this one rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

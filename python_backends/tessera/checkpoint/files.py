@@ -5,8 +5,6 @@ Messages of ``read_json`` name the file, never the folder: clients may see them.
 A checkpoint by its name on the Hugging Face hub, in the cache that the hub's own tools fill; never downloaded.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """What a checkpoint's image processor does to grey levels, as a mean and a standard deviation for each channel."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

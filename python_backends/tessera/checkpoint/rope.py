@@ -5,8 +5,6 @@ before ``rope_parameters``, a section's own ``rope_theta`` before the one beside
 a warning is refused by name here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """``tessera serve``: one command that runs the server until it is told to stop."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -3,8 +3,6 @@
 The launcher knows its command line alone: the server's package stands below the clients and imports nothing of them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

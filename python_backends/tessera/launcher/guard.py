@@ -16,8 +16,6 @@ with the process. A lock that can be taken therefore belongs to a server whose g
 ran in: process ids would not tell that where several containers share /dev/shm.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

@@ -11,8 +11,6 @@ and the server read that memory, and the server crashes. So the backend's librar
 A process that is really dead the launcher notices by itself.
 """
 
-from __future__ import annotations
-
 import ctypes.util
 import importlib.metadata
 import importlib.util

@@ -4,8 +4,6 @@ for each stage that is loaded. tritonserver answers no request before all models
 Why a server did not start: what its model repository lacks, and what its log says, and where that is.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -13,8 +13,6 @@ stopping    it was told to stop; no other state follows
 them. The health page (health.py) is told.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

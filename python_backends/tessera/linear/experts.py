@@ -1,7 +1,5 @@
 """One linear layer of every expert of a feed-forward layer, applied by grouped products."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 

@@ -4,8 +4,6 @@ Published files forget to list modules that they did not convert, and write name
 are tensors they decide, module by module, and the configuration says how they are to be read.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

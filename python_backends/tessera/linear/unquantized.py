@@ -1,7 +1,5 @@
 """Plain weights in the model's dtype: linear layers', the normalisation's and the token embeddings'."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

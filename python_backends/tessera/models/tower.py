@@ -1,7 +1,5 @@
 """What the stage needs of a vision tower, what towers are made of, and how one is filled from a checkpoint."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial

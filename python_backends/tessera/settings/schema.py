@@ -6,8 +6,6 @@ A setting of one stage is ``TESSERA_<STAGE>_<NAME>`` in the environment and ``st
 is ``TESSERA_<NAME>`` and ``name``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeVar

@@ -1,8 +1,6 @@
 """The stages' settings: of the engine; of how pictures and prompts are prepared, and what one request may ask for; of
 how the vision stage runs. And what is none of theirs."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """This user's files that can be made again: where they are kept, and how they are written."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterable

@@ -5,8 +5,6 @@
 ``weight_g_idx`` int32 [in]. Source: ``compressed_tensors/compressors``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 

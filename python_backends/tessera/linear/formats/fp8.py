@@ -3,8 +3,6 @@
 FP8 checkpoints other than compressed-tensors': scales of 128 x 128 blocks, and ModelOpt's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 

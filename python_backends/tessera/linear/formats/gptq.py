@@ -8,8 +8,6 @@ AWQ: ``qweight`` int32 [in, out / 8] and ``qzeros`` int32 [in / group, out / 8],
 W = (q - z) * s. Source: AutoAWQ ``awq/modules/linear/gemm.py`` and ``awq/utils/packing_utils.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Four bits a weight, in groups along the input: W = (codes - zeros) * scales."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import cast

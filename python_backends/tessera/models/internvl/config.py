@@ -9,8 +9,6 @@ The original layout, OpenGVLab's ``InternVLChatModel``, whose code travels with 
 And Qianfan-OCR, transformers' ``qianfan_ocr``: the first layout's config.json, the second's names of weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

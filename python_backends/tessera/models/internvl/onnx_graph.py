@@ -6,8 +6,6 @@ float32 throughout, with onnxruntime's own fused attention and GELU. Each layer'
 standard operators, also with the types that TensorRT wants.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ Rules: OpenGVLab/InternVL dataset.py ``dynamic_preprocess`` for the original lay
 ``image_processing_got_ocr2.py`` for HF-native checkpoints. They differ in the order of grids of equal area only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any

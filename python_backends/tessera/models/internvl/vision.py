@@ -7,8 +7,6 @@ q, k and v are one matrix, and the patches are taken in the order of the pixel s
 is a reshape.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence, Set
 from functools import partial

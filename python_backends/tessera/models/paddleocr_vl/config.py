@@ -5,8 +5,6 @@ The text model's settings lie in ``text_config`` (newer savers) or in config.jso
 and those that published files have: ``conversion_mapping.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Rules: transformers ``image_processing_pil_paddleocr_vl.py`` and ``modeling_paddleocr_vl.py``.
 """
 
-from __future__ import annotations
-
 from tessera.models.family import ImagePlan
 from tessera.models.qwen2_vl.config import PixelRange
 from tessera.models.qwen2_vl.processor import Qwen2VL

@@ -4,8 +4,6 @@ The rules are those of transformers ``modeling_paddleocr_vl.py``, which takes pa
 groups, as Qwen2-VL's. Beside the rotary of two axes each patch has a position of a grid.
 """
 
-from __future__ import annotations
-
 from collections.abc import Set
 from functools import partial
 from typing import Any, cast

@@ -4,8 +4,6 @@ Defaults: ``configuration_qwen2_5_vl.py``, whose class is wider than any publish
 ``modeling_qwen2_5_vl.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

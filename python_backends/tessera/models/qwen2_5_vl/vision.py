@@ -6,8 +6,6 @@ reading order. Windows that the picture's edge cuts come last in it, equal ones 
 that take equal lengths together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Set
 from functools import lru_cache, partial
 

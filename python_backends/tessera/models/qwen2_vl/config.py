@@ -4,8 +4,6 @@ The text model's settings lie in ``text_config`` (newer savers) or in config.jso
 ``configuration_qwen2_vl.py`` and ``image_processing_qwen2_vl.py``; weight names: ``modeling_qwen2_vl.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

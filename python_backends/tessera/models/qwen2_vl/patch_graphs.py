@@ -4,8 +4,6 @@ A graph is recorded for each of some numbers of patches. A smaller forward is fi
 before, as pictures of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

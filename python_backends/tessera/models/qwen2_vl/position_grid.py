@@ -2,8 +2,6 @@
 interpolated between the four around it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 

@@ -5,8 +5,6 @@ The torchvision processor differs from it by the rounding of its resize alone. W
 to fill a patch's frames, the tower sums its kernel over them, so that a picture travels once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

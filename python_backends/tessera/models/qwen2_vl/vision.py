@@ -5,8 +5,6 @@ changes the result beyond rounding: a still picture would be all frames of a pat
 is summed over them; and pixel normalisation is folded into it, so that pixels travel as uint8.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache, partial
 from itertools import cycle

@@ -3,8 +3,6 @@
 Source: transformers ``modeling_qwen3_vl.py``.
 """
 
-from __future__ import annotations
-
 from itertools import zip_longest
 
 import torch

@@ -5,8 +5,6 @@ The image processor is Qwen2-VL's class with that one's defaults (``image_proces
 state patches of 16 itself.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path

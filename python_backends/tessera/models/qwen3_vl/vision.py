@@ -4,8 +4,6 @@ projector's, and beside them those of some layers.
 The rules are those of transformers ``modeling_qwen3_vl.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

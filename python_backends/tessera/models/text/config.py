@@ -7,8 +7,6 @@ Defaults are those of transformers ``configuration_qwen2.py``, ``configuration_q
 What every layout reads alike.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
