@@ -192,15 +192,9 @@ def _jpeg(image: Image.Image) -> bytes:
 
 LONGEST_SIDE = 1600  # pixels: enough to read by
 COLORS = {
-    "text": "#1f6feb",
-    "title": "#cf222e",
-    "table": "#1a7f37",
-    "equation": "#9a6700",
-    "image": "#8250df",
-    "chart": "#8250df",
-    "caption": "#bf3989",
-    "footnote": "#bf3989",
-}
+    "text": "#1f6feb", "title": "#cf222e", "table": "#1a7f37", "equation": "#9a6700", "image": "#8250df",
+    "chart": "#8250df", "caption": "#bf3989", "footnote": "#bf3989",
+}  # fmt: skip
 """By the last word of a block's type that is here."""
 OTHER = "#57606a"
 

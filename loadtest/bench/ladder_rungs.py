@@ -77,87 +77,35 @@ class Rung:
 
 
 _RUNGS = (
-    Rung(
-        "start",
+    Rung("start",
         "our stages, all of it off: Pillow, eager ViT one tile at a time, rows over the CPU, no CUDA graph, no MPS, "
-        "no prefix cache, bf16",
-        {
-            "preprocess.instances": "1",
-            "vision_encoder.visual_infer_batch_size": "1",
-            "language_model.prefix_cache": "off",
-            "quantization": "checkpoint",
-        },
-    ),
-    Rung(
-        "fast_preprocessing",
-        "OpenCV in place of Pillow",
-        {"preprocess.resize": "fast"},
-        (PILLOW,),
+        "no prefix cache, bf16", {"preprocess.instances": "1", "vision_encoder.visual_infer_batch_size": "1",
+            "language_model.prefix_cache": "off", "quantization": "checkpoint"}),
+    Rung("fast_preprocessing", "OpenCV in place of Pillow", {"preprocess.resize": "fast"}, (PILLOW,),
         seed="23.67 to 12.03 ms a picture",
-        nothing="with several in flight the GPU sets the pace, and pictures are prepared meanwhile",
-    ),
-    Rung(
-        "tile_policy",
-        "the cheapest tile policy",
-        server="fast_preprocessing",
-        seed="3,328 to 512 tokens: twice the throughput",
-    ),
-    Rung(
-        "rows_on_gpu",
-        "rows stay on the GPU",
-        ends=(ROWS_ON_CPU,),
-        seed="with TensorRT's ViT 70 ms less",
-        nothing="the 1,792 rows of a picture are 12.8 MB, a few milliseconds' way",
-    ),
+        nothing="with several in flight the GPU sets the pace, and pictures are prepared meanwhile"),
+    Rung("tile_policy", "the cheapest tile policy", server="fast_preprocessing",
+        seed="3,328 to 512 tokens: twice the throughput"),
+    Rung("rows_on_gpu", "rows stay on the GPU", ends=(ROWS_ON_CPU,), seed="with TensorRT's ViT 70 ms less",
+        nothing="the 1,792 rows of a picture are 12.8 MB, a few milliseconds' way"),
     Rung("graph_vit", "ViT as CUDA graphs, with our kernels", ends=(EAGER_VIT,), seed="30 ms less a batch"),
-    Rung(
-        "batching",
-        "batches of 16 tiles of many requests, eight processes for preprocessing",
-        {"vision_encoder.visual_infer_batch_size": "16", "preprocess.instances": "8"},
-        (ONE_REQUEST,),
-        nothing="a request alone shares its forwards with nobody",
-    ),
-    Rung(
-        "mps",
-        "MPS: ViT and language model on the GPU at once",
-        ends=(NO_MPS,),
-        nothing="a request alone is in one stage at a time; with many, either stage fills the GPU by itself",
-    ),
-    Rung(
-        "graph_decoder",
-        "language model as CUDA graphs",
-        ends=(EAGER_DECODER,),
-        nothing="with many in flight, steps are full of prompts, whose kernels are longer than their launches",
-    ),
-    Rung(
-        "prefix_cache",
-        "prefix cache",
-        {"language_model.prefix_cache": "content"},
-        seed="no figure",
-        nothing="distinct pictures have only the words before them in common; it is counted on W6",
-    ),
-    Rung(
-        "labels",
-        "scores of the labels in place of an answer",
-        server="prefix_cache",
-        nothing="the steps of four tokens run beside other requests' prompts",
-    ),
+    Rung("batching", "batches of 16 tiles of many requests, eight processes for preprocessing",
+        {"vision_encoder.visual_infer_batch_size": "16", "preprocess.instances": "8"}, (ONE_REQUEST,),
+        nothing="a request alone shares its forwards with nobody"),
+    Rung("mps", "MPS: ViT and language model on the GPU at once", ends=(NO_MPS,),
+        nothing="a request alone is in one stage at a time; with many, either stage fills the GPU by itself"),
+    Rung("graph_decoder", "language model as CUDA graphs", ends=(EAGER_DECODER,),
+        nothing="with many in flight, steps are full of prompts, whose kernels are longer than their launches"),
+    Rung("prefix_cache", "prefix cache", {"language_model.prefix_cache": "content"}, seed="no figure",
+        nothing="distinct pictures have only the words before them in common; it is counted on W6"),
+    Rung("labels", "scores of the labels in place of an answer", server="prefix_cache",
+        nothing="the steps of four tokens run beside other requests' prompts"),
     Rung("fp8_body", "language model in FP8", {"quantization": "fp8-language"}),
-    Rung(
-        "fp8_vit",
-        "ViT in FP8",
-        {"quantization": "fp8"},
-        nothing="the forward of one tile is a small part of a lone answer's time",
-    ),
-    Rung(
-        "int4",
-        "language model in 4 bits (AWQ, GPTQ) in place of FP8",
-        {"quantization": "fp8-vision"},
-        int4=True,
-        seed="mixed",
-        nothing="a prompt's time is arithmetic, which weights of 4 bits do not lessen",
-    ),
-)
+    Rung("fp8_vit", "ViT in FP8", {"quantization": "fp8"},
+        nothing="the forward of one tile is a small part of a lone answer's time"),
+    Rung("int4", "language model in 4 bits (AWQ, GPTQ) in place of FP8", {"quantization": "fp8-vision"}, int4=True,
+        seed="mixed", nothing="a prompt's time is arithmetic, which weights of 4 bits do not lessen"),
+)  # fmt: skip
 RUNGS = {rung.name: rung for rung in _RUNGS}
 NAMES = tuple(RUNGS)
 OLD_WAYS = (PILLOW, EAGER_VIT, EAGER_DECODER, ROWS_ON_CPU, ONE_REQUEST, NO_MPS)

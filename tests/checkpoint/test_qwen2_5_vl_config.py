@@ -14,36 +14,15 @@ from tessera.models.qwen2_vl.config import PixelRange
 from tessera.models.registry import read_config
 
 TEXT = dict(
-    hidden_act="silu",
-    hidden_size=3584,
-    intermediate_size=18944,
-    max_position_embeddings=128000,
-    max_window_layers=28,
-    num_attention_heads=28,
-    num_hidden_layers=28,
-    num_key_value_heads=4,
-    rms_norm_eps=1e-6,
-    rope_theta=1000000.0,
-    use_cache=True,
-    use_sliding_window=False,
-    vocab_size=152064,
-)
+    hidden_act="silu", hidden_size=3584, intermediate_size=18944, max_position_embeddings=128000, max_window_layers=28,
+    num_attention_heads=28, num_hidden_layers=28, num_key_value_heads=4, rms_norm_eps=1e-6, rope_theta=1000000.0,
+    use_cache=True, use_sliding_window=False, vocab_size=152064,
+)  # fmt: skip
 VISION = dict(
-    depth=32,
-    hidden_act="silu",
-    hidden_size=1280,
-    intermediate_size=3420,
-    num_heads=16,
-    in_chans=3,
-    out_hidden_size=3584,
-    patch_size=14,
-    spatial_merge_size=2,
-    spatial_patch_size=14,
-    window_size=112,
-    fullatt_block_indexes=[7, 15, 23, 31],
-    tokens_per_second=2,
-    temporal_patch_size=2,
-)
+    depth=32, hidden_act="silu", hidden_size=1280, intermediate_size=3420, num_heads=16, in_chans=3,
+    out_hidden_size=3584, patch_size=14, spatial_merge_size=2, spatial_patch_size=14, window_size=112,
+    fullatt_block_indexes=[7, 15, 23, 31], tokens_per_second=2, temporal_patch_size=2,
+)  # fmt: skip
 IDS = dict(vision_start_token_id=151652, vision_end_token_id=151653, vision_token_id=151654, video_token_id=151656)
 ROOT = dict(architectures=["Qwen2_5_VLForConditionalGeneration"], model_type="qwen2_5_vl", image_token_id=151655)
 MROPE = {"type": "mrope", "mrope_section": [16, 24, 24]}

@@ -148,25 +148,9 @@ REFUSED = [
 _VIT = {"image_size": 448, "patch_size": 14}
 #: vision_config in the original layout; the 6B has no biases, norms of queries and keys, RMSNorm, 25 heads of 128
 TOWERS: dict[str, dict[str, Any]] = {
-    "300M": {
-        **_VIT,
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "norm_type": "layer_norm",
-        "qkv_bias": True,
-        "qk_normalization": False,
-    },
-    "6B": {
-        **_VIT,
-        "hidden_size": 3200,
-        "intermediate_size": 12800,
-        "num_hidden_layers": 45,
-        "num_attention_heads": 25,
-        "norm_type": "rms_norm",
-        "qkv_bias": False,
-        "qk_normalization": True,
-    },
-}
+    "300M": {**_VIT, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "norm_type": "layer_norm", "qkv_bias": True, "qk_normalization": False},
+    "6B": {**_VIT, "hidden_size": 3200, "intermediate_size": 12800, "num_hidden_layers": 45, "num_attention_heads": 25,
+        "norm_type": "rms_norm", "qkv_bias": False, "qk_normalization": True},
+}  # fmt: skip
 NATIVE_NAMES = {"qkv_bias": "attention_bias", "qk_normalization": "use_qk_norm"}

@@ -69,16 +69,9 @@ _ORIGINAL_NAMES: NameTable = (
     (rf"{_MLP}3\.{WBS}", r"projector.linear2.\1"),
 )
 _ORIGINAL_DEFAULTS = dict(
-    hidden_size=3200,
-    intermediate_size=12800,
-    num_hidden_layers=48,
-    num_attention_heads=25,
-    norm_type="rms_norm",
-    image_size=224,
-    layer_norm_eps=1e-6,
-    qkv_bias=False,
-    qk_normalization=True,
-)
+    hidden_size=3200, intermediate_size=12800, num_hidden_layers=48, num_attention_heads=25, norm_type="rms_norm",
+    image_size=224, layer_norm_eps=1e-6, qkv_bias=False, qk_normalization=True,
+)  # fmt: skip
 # Of the code's experts, which published files state and switch off.
 _EXPERTS = (
     *("capacity_factor", "eval_capacity_factor", "laux_allreduce", "moe_coeff_ratio", "moe_intermediate_size"),

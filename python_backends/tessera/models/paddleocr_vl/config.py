@@ -43,16 +43,9 @@ MODULE_NAMES: NameTable = (
     (r"(?:model\.)?(?:language_model\.)?(?:model\.)?", "model.language_model."),
 )
 _TEXT_DEFAULTS = dict(
-    vocab_size=103424,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_hidden_layers=18,
-    num_attention_heads=16,
-    num_key_value_heads=2,
-    head_dim=128,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
-)
+    vocab_size=103424, hidden_size=1024, intermediate_size=3072, num_hidden_layers=18, num_attention_heads=16,
+    num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5,
+)  # fmt: skip
 #: ERNIE-4.5's shape, but with Llama's rotation of halves over three axes (ERNIE's own turns neighbours)
 BODY = TextSpec(
     "PaddleOCRTextModel",

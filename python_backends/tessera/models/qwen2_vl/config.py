@@ -39,15 +39,9 @@ MODULE_NAMES: NameTable = (
 )
 # What Qwen2VLTextConfig has otherwise than Qwen2Config.
 _TEXT_DEFAULTS = dict(
-    vocab_size=152064,
-    hidden_size=8192,
-    intermediate_size=29568,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    rms_norm_eps=1e-5,
-    rope_theta=1e6,
-)
+    vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64,
+    num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6,
+)  # fmt: skip
 _SECTIONS = [16, 24, 24]
 # What stands beside the text model's settings where these lie in config.json itself.
 _BESIDE_TEXT = (

@@ -39,16 +39,9 @@ def weight_names(names: BodyNames) -> NameTable:
 
 
 _LLAMA = dict(
-    vocab_size=32000,
-    hidden_size=4096,
-    intermediate_size=11008,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=None,
-    head_dim=None,
-    max_position_embeddings=2048,
-    rms_norm_eps=1e-6,
-)
+    vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+    num_key_value_heads=None, head_dim=None, max_position_embeddings=2048, rms_norm_eps=1e-6,
+)  # fmt: skip
 _QWEN2 = dict(_LLAMA, vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768)
 # Published bodies that are known and refused: what they have that no model here does.
 _EXPERTS = "its feed-forward layers are mixtures of experts of another kind than Qwen3-MoE's"
@@ -114,15 +107,10 @@ _EXPERT_NAMES = BodyNames(
 )
 _JOINED = BodyNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 _INTERNLM2 = BodyNames(
-    embedding="tok_embeddings",
-    head="output",
-    input_norm="attention_norm",
-    post_norm="ffn_norm",
-    qkv=("attention.wqkv",),
-    output="attention.wo",
-    gate_up=("feed_forward.w1", "feed_forward.w3"),
+    embedding="tok_embeddings", head="output", input_norm="attention_norm", post_norm="ffn_norm",
+    qkv=("attention.wqkv",), output="attention.wo", gate_up=("feed_forward.w1", "feed_forward.w3"),
     down="feed_forward.w2",
-)
+)  # fmt: skip
 BODIES = (
     TextSpec("Qwen2ForCausalLM", "qwen2", f"{_DECODER}:Qwen2", BodyNames(), _QWEN2, (True, False)),
     TextSpec("Qwen3ForCausalLM", "qwen3", f"{_DECODER}:Qwen3", _HEAD_NORMS, _QWEN3, _SWITCH),
