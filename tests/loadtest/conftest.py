@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from serving import Running
+from serving import Running, Setup
 from standin_server import standin
 
 Figures = dict[str, dict[str, Any]]
@@ -31,12 +31,19 @@ def emitted(monkeypatch: pytest.MonkeyPatch, printed: Callable[[], Figures]) -> 
 
 
 @pytest.fixture
-def stood_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Makes a program start a stand-in."""
+def stood_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Setup]]:
+    """Makes a program start stand-ins; (program) -> what it asked for, as it asks."""
 
-    @contextmanager
-    def serve(_: Any) -> Any:
-        with standin() as address:
-            yield Running([address], [], [], "", 0.0)
+    def replace(program: Any) -> list[Setup]:
+        started: list[Setup] = []
 
-    return lambda program: monkeypatch.setattr(program, "serve", serve)
+        @contextmanager
+        def serve(setup: Setup) -> Any:
+            started.append(setup)
+            with standin() as address:
+                yield Running([address], [], [], "", 0.0)
+
+        monkeypatch.setattr(program, "serve", serve)
+        return started
+
+    return replace

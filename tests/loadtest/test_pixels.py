@@ -1,12 +1,9 @@
 """Where the GPU begins to decode pictures faster than the CPU, and that both ways are asked alike."""
 
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from bench import pixels
-from serving import Running, Setup
-from standin_server import standin
 from turns import Ratio
 
 SURE, UNSURE, SLOWER = Ratio(1.2, 0.1), Ratio(1.2, 0.3), Ratio(0.8, 0.1)
@@ -27,16 +24,8 @@ def test_the_crossover_is_where_all_that_is_larger_gains(ratios: list[Ratio], ex
     assert pixels.crossover(sizes) == pixels.crossover(reversed(sizes)) == expected
 
 
-def test_two_servers_that_differ_in_who_decodes(emitted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Setup] = []
-
-    @contextmanager
-    def serve(setup: Setup) -> Any:
-        started.append(setup)
-        with standin() as address:
-            yield Running([address], [], [], "", 0.0)
-
-    monkeypatch.setattr(pixels, "serve", serve)
+def test_two_servers_that_differ_in_who_decodes(emitted: Any, stood_in: Any) -> None:
+    started = stood_in(pixels)
     options = ["--workloads", "W1", "--concurrency", "2", "--turns", "2", "--processes", "1", "--set", "threads=2"]
     found = emitted(pixels, *options)
     own = [{**setup.settings} for setup in started]

@@ -20,7 +20,7 @@ from tessera.kernels.tower_attention import attend_in_triton
 from tessera.kernels.tower_layers import PLAIN, gpu_kernels
 from tessera.models.paddleocr_vl.vision import PaddleOcrViT
 from tessera.models.qwen2_vl.config import PixelRange
-from tessera.models.qwen2_vl.patch_graphs import PatchGraphs
+from tessera.models.qwen2_vl.patch_tower import PatchGraphs
 from tessera.models.registry import family_for, read_config
 from tessera.models.tower import load_tower, unfilled_tower
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest

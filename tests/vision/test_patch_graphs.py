@@ -20,7 +20,7 @@ from tessera.vision.torch_runner import TorchRunner
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
-from tessera.models.qwen2_vl.patch_graphs import PatchGraphs
+from tessera.models.qwen2_vl.patch_tower import PatchGraphs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PLAN = AttentionPlan(rows=32, tokens=16, warps=4, stages=2)
@@ -87,7 +87,7 @@ def test_the_rows_are_those_of_the_plain_forward(tower, graphs, asked, grids, ot
 @torch.inference_mode()
 def test_there_is_room_for_the_windows_of_a_strip(tower, monkeypatch):
     """Of 16 patches each, 9 of them, where the pictures alone take no more than 7 tiles."""
-    monkeypatch.setattr("tessera.models.qwen2_vl.patch_graphs._PICTURES", 2)
+    monkeypatch.setattr("tessera.models.qwen2_vl.patch_tower._PICTURES", 2)
     graphs = PatchGraphs(tower, DEVICE, [128], [PLAN] * len(tower.reaches), PLAIN, lambda *_: None)
     given = pixels([(2, 62), (2, 2)]), wires([(2, 62), (2, 2)])
     expected = tower(*given)

@@ -90,7 +90,7 @@ def test_pictures_of_any_shape_beside_others(model: Qwen3VLVisionModel, tower: Q
 @torch.inference_mode()
 def test_graphs_give_the_rows_of_the_plain_forward(tower: Qwen3ViT) -> None:
     pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
-    from tessera.models.qwen2_vl.patch_graphs import PatchGraphs
+    from tessera.models.qwen2_vl.patch_tower import PatchGraphs
 
     plan = AttentionPlan(rows=32, tokens=16, warps=4, stages=2)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

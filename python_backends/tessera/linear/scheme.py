@@ -26,6 +26,8 @@ from tessera.kernels.tuning import layer_kernels
 PRODUCTS = ("rescaled", "rows", "skinny")
 _UNITS_FROM = (8, 9)  # the compute capability
 
+#: a stored module's, by their names after the module's
+Tensors = Mapping[str, torch.Tensor]
 #: ascending numbers of rows, and the way's name up to each
 Ways = tuple[tuple[int, str], ...]
 #: where a linear layer stands: in a decoder layer, which decides what runs before and behind it, or alone; or whose it
@@ -73,9 +75,7 @@ class LinearScheme(ABC):
         """What each stored module holds beside a bias."""
 
     @abstractmethod
-    def decode(
-        self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-    ) -> dict[str, torch.Tensor]:
+    def decode(self, tensors: Tensors, out_features: int, in_features: int) -> dict[str, torch.Tensor]:
         """The stored tensors of one module -> what goes into the buffers. CheckpointError names what is wrong."""
 
     @abstractmethod
@@ -287,7 +287,7 @@ class Linear(nn.Module):
         except CheckpointError as error:
             raise TensorError(module, str(error)) from None
 
-    def _settle(self, module: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _settle(self, module: str, tensors: Tensors) -> None:
         """Decodes a whole module's tensors into the buffers. TensorError names the one at fault as the module does."""
         decoded = self.scheme.decode(tensors, self.sizes[module], self.in_features)
         if "bias" in tensors:
@@ -303,7 +303,7 @@ class Linear(nn.Module):
         if not self._unread and self.device.type != "meta":
             self.scheme.finish(self)
 
-    def _place(self, module: str, decoded: Mapping[str, torch.Tensor]) -> None:
+    def _place(self, module: str, decoded: Tensors) -> None:
         for name, tensor in decoded.items():
             target = getattr(self, name)
             if name in self.scheme.shared:
@@ -319,9 +319,7 @@ class Linear(nn.Module):
             target.view(as_bits)[self._rows[module]] = tensor.to(target.dtype).view(as_bits)
 
 
-def shaped(
-    tensors: Mapping[str, torch.Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def shaped(tensors: Tensors, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
     """A module's tensor, which must have this shape, and this dtype or a plain floating one."""
     tensor = tensors[name]
     if tensor.shape != shape:
@@ -333,7 +331,7 @@ def shaped(
     return tensor
 
 
-def plain_of(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+def plain_of(tensors: Tensors, name: str) -> torch.Tensor:
     """A module's tensor, which must be a plain floating one."""
     try:
         return plain(tensors[name])

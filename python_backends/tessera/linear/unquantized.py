@@ -1,7 +1,5 @@
 """Plain weights in the model's dtype: linear layers', the normalisation's and the token embeddings'."""
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,7 +7,7 @@ from torch import nn
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.operands import GATE_UP_MULTIPLE, K_MULTIPLE, MAX_ROWS, DeferredProduct, finished
 from tessera.kernels.tuning import layer_kernels
-from tessera.linear.scheme import Linear, LinearScheme, LinearShape, plain_of, rows_of
+from tessera.linear.scheme import Linear, LinearScheme, LinearShape, Tensors, plain_of, rows_of
 
 CUBLAS, FEW_ROWS, FUSED = "cublas", "few rows", "fused"
 _LARGE = ((9, 0), (10, 0), (10, 3))  # compute capabilities with more than 180 KB of shared memory
@@ -29,9 +27,7 @@ class Unquantized(LinearScheme):
     def leaves(self) -> set[str]:
         return {"weight"}
 
-    def decode(
-        self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-    ) -> dict[str, torch.Tensor]:
+    def decode(self, tensors: Tensors, out_features: int, in_features: int) -> dict[str, torch.Tensor]:
         return {"weight": plain_of(tensors, "weight")}
 
     def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> None:

@@ -5,7 +5,7 @@
 ``weight_g_idx`` int32 [in]. Source: ``compressed_tensors/compressors``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from tessera.errors import CheckpointError
 from tessera.linear.formats.fp8 import BLOCK, Fp8
 from tessera.linear.formats.gptq import unpack
 from tessera.linear.formats.int4 import ZERO, Int4
-from tessera.linear.scheme import LinearScheme, has_values, shaped
+from tessera.linear.scheme import LinearScheme, Tensors, has_values, shaped
 from tessera.linear.settings import Groups, Settings
 
 _FORMATS = ("pack-quantized", "float-quantized", "naive-quantized")  # the last is another name for FP8's
@@ -99,9 +99,7 @@ class Packed(Int4):
         names |= {"weight_g_idx"} if self.by_group else set()
         return names if self.symmetric else names | {"weight_zero_point"}
 
-    def decode(
-        self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-    ) -> dict[str, torch.Tensor]:
+    def decode(self, tensors: Tensors, out_features: int, in_features: int) -> dict[str, torch.Tensor]:
         groups = self.groups(in_features)
         packed = shaped(tensors, "weight_packed", (out_features, -(-in_features // 8)), torch.int32)
         sizes = tensors["weight_shape"]

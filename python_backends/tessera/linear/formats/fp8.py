@@ -3,7 +3,6 @@
 FP8 checkpoints other than compressed-tensors': scales of 128 x 128 blocks, and ModelOpt's.
 """
 
-from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -16,6 +15,7 @@ from tessera.linear.scheme import (
     Linear,
     LinearScheme,
     LinearShape,
+    Tensors,
     Ways,
     has_units,
     plain_of,
@@ -46,9 +46,7 @@ class Fp8(LinearScheme):
     def leaves(self) -> set[str]:
         return {"weight", self.scale_name} | ({"input_scale"} if self.static else set())
 
-    def decode(
-        self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-    ) -> dict[str, torch.Tensor]:
+    def decode(self, tensors: Tensors, out_features: int, in_features: int) -> dict[str, torch.Tensor]:
         decoded = {"weight": shaped(tensors, "weight", (out_features, in_features), E4M3)}
         scale = tensors[self.scale_name].float()
         if self.blocks:
@@ -140,9 +138,7 @@ class Fp8OnLoad(Fp8):
     def leaves(self) -> set[str]:
         return {"weight"}
 
-    def decode(
-        self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-    ) -> dict[str, torch.Tensor]:
+    def decode(self, tensors: Tensors, out_features: int, in_features: int) -> dict[str, torch.Tensor]:
         weight, scales = quantize_weight(plain_of(tensors, "weight"))
         return {"weight": weight, "scales": scales}
 
@@ -154,7 +150,7 @@ def dequantize(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return weight.float() * scales.repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
 
 
-def _scalar(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _scalar(name: str, tensors: Tensors) -> torch.Tensor:
     if tensors[name].numel() != 1:
         raise TensorError(name, f"has shape {list(tensors[name].shape)}, expected one value")
     return tensors[name].float().reshape(1)

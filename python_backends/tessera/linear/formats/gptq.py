@@ -8,14 +8,13 @@ AWQ: ``qweight`` int32 [in, out / 8] and ``qzeros`` int32 [in / group, out / 8],
 W = (q - z) * s. Source: AutoAWQ ``awq/modules/linear/gemm.py`` and ``awq/utils/packing_utils.py``.
 """
 
-from collections.abc import Mapping
 from functools import partial
 
 import torch
 
 from tessera.errors import CheckpointError
 from tessera.linear.formats.int4 import ZERO, Int4
-from tessera.linear.scheme import has_values, shaped
+from tessera.linear.scheme import Tensors, has_values, shaped
 from tessera.linear.settings import Groups, Settings
 
 _VERSIONS = {"gptq": 1, "gptq_v2": 2}
@@ -71,9 +70,7 @@ class Gptq(Int4):
         super().__init__(group_size)
         self.version, self.symmetric = version, symmetric
 
-    def decode(
-        self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-    ) -> dict[str, torch.Tensor]:
+    def decode(self, tensors: Tensors, out_features: int, in_features: int) -> dict[str, torch.Tensor]:
         groups = self.groups(in_features)
         qweight = shaped(tensors, "qweight", (-(-in_features // 8), out_features), torch.int32)
         qzeros = shaped(tensors, "qzeros", (groups, -(-out_features // 8)), torch.int32)
@@ -117,9 +114,7 @@ class Gptq(Int4):
 
 
 class Awq(Int4):
-    def decode(
-        self, tensors: Mapping[str, torch.Tensor], out_features: int, in_features: int
-    ) -> dict[str, torch.Tensor]:
+    def decode(self, tensors: Tensors, out_features: int, in_features: int) -> dict[str, torch.Tensor]:
         groups, words = self.groups(in_features), -(-out_features // 8)
         qweight = shaped(tensors, "qweight", (in_features, words), torch.int32)
         qzeros = shaped(tensors, "qzeros", (groups, words), torch.int32)

@@ -22,8 +22,7 @@ from tessera.kernels.tower_attention import Attend, VarlenAttention, attend_in_t
 from tessera.kernels.tower_layers import PLAIN, Fp8Linear, TowerKernels, gpu_kernels, varlen_backends
 from tessera.kernels.transfer import to_device
 from tessera.kernels.tuning import MeasuredChoices, machine_of
-from tessera.models.qwen2_vl.patch_graphs import SIZES, PatchGraphs
-from tessera.models.qwen2_vl.patch_tower import PatchTower, Reach, places_of
+from tessera.models.qwen2_vl.patch_tower import SIZES, PatchGraphs, PatchTower, Reach, places_of
 from tessera.models.tower import MLP, Forward, TowerLayer, Wires, fold_normalisation
 
 EPS = 1e-6  # of every norm
