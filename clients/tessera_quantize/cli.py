@@ -44,11 +44,8 @@ def _parser() -> argparse.ArgumentParser:
         "where it was when the same command is given again.",
     )
     add = parser.add_argument
-    add(
-        "checkpoint",
-        type=Path,
-        help="the unquantized checkpoint: its folder, or its name (Org/Name) in the hub's cache",
-    )
+    named = "the unquantized checkpoint: its folder, or its name (Org/Name) in the hub's cache"
+    add("checkpoint", type=Path, help=named)
     add("out", type=Path, help="the folder to write; must not exist")
     add("--method", required=True, choices=METHODS)
     add("--group-size", type=int, default=128, metavar="N", help="columns that share a scale, of 4 bits (%(default)s)")

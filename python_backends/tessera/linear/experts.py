@@ -1,6 +1,6 @@
 """One linear layer of every expert of a feed-forward layer, applied by grouped products."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
@@ -10,7 +10,7 @@ from tessera.checkpoint.weights import Target, TensorError
 from tessera.kernels.fp8_rows import E4M3
 from tessera.kernels.operands import GroupedOperands, Routing
 from tessera.linear.formats.fp8 import BLOCK
-from tessera.linear.scheme import Linear, SchemeSelector, shaped, stacked
+from tessera.linear.scheme import Linear, SchemeSelector, Tensors, shaped, stacked
 
 
 class Experts(Linear):
@@ -54,7 +54,7 @@ class Experts(Linear):
             return {name: partial(self._take_whole, leaf) for name, leaf in wholes.items()}
         return super().targets(stored)
 
-    def split(self, wholes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def split(self, wholes: Tensors) -> dict[str, torch.Tensor]:
         """What is stored as one tensor for each leaf -> the modules' tensors. TensorError says what is wrong."""
         outputs, inputs = self.out_features // self.experts, self.in_features
         if self._either_way and inputs == outputs:

@@ -1,7 +1,6 @@
 """Four bits a weight, in groups along the input: W = (codes - zeros) * scales."""
 
 import logging
-from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -17,6 +16,7 @@ from tessera.linear.scheme import (
     Linear,
     LinearScheme,
     LinearShape,
+    Tensors,
     Ways,
     has_units,
     has_values,
@@ -68,9 +68,7 @@ class Int4(LinearScheme):
             raise CheckpointError(f"groups of {size} do not divide {in_features} input features")
         return in_features // size
 
-    def columns(
-        self, tensors: Mapping[str, torch.Tensor], name: str, in_features: int, device: torch.device
-    ) -> torch.Tensor:
+    def columns(self, tensors: Tensors, name: str, in_features: int, device: torch.device) -> torch.Tensor:
         """int64 [in]: what sorts the columns by the groups in tensor ``name``; in order if there is none."""
         order = torch.arange(in_features, device=device)
         if name not in tensors:
