@@ -1,7 +1,5 @@
 """A picture of pictures: each with what was asked and answered beneath it."""
 
-from __future__ import annotations
-
 import io
 import textwrap
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A checkpoint's folder is the one place that states its model's shape, tokenizer,
 writes other weights beside copies of its files.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

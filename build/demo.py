@@ -6,8 +6,6 @@ question was answered, at least `PASS` of the answers were right, and the server
 the document model instead (demo_documents.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

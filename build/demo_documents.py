@@ -8,8 +8,6 @@ loadtest/record.py. --out keeps the PDF, what truly stands on its pages, and wha
 only if every page was parsed, and no worse than --cer and --layout-f1 say where they are given.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

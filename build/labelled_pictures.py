@@ -5,8 +5,6 @@
 Training scenes by default: the held-out set (`tessera recall` without a folder) stays unseen.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import sys

@@ -4,8 +4,6 @@ A hook of mkdocs. What a user may lean on is written down in tests/contract/surf
 code; the settings' meanings stand in the docstrings of their dataclasses.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -7,8 +7,6 @@ Each is made by hatchling from its row of the table: packages and files of this 
 stand once, in the lists of [project]; wheels of the table require each other in this very version.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

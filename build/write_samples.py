@@ -7,8 +7,6 @@ class in question, whatever the model makes of them; labels.csv has questions an
 documents: a PDF of one of the document model's held-out pages, again the first small one.
 """
 
-from __future__ import annotations
-
 import csv
 import sys
 from io import BytesIO

@@ -1,7 +1,5 @@
 """From pages to what the model is asked and answers: crops as MinerU's client cuts them, answers in its grammar."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

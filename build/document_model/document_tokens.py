@@ -4,8 +4,6 @@ The tokenizer is byte-level, so that any text is possible; the characters of the
 token each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from checkpoints import DOCUMENTS, IM_END, PAD

@@ -1,7 +1,5 @@
 """Pictures to tiles on the training device under random tile policies, and the dense supervision's targets."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 A batch is a few chunks of samples of about one size, padded to the longest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random

@@ -4,8 +4,6 @@ The tower's is written out, because training wants grey pictures side by side an
 other; a test holds it equal to transformers' own.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

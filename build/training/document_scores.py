@@ -1,7 +1,5 @@
 """Scores of answers: characters, boxes, cells."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

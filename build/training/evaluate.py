@@ -9,8 +9,6 @@ characters of all text crops), `docs.layout_f1` (blocks of the right kind at an 
 apart.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import sys

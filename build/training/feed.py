@@ -1,7 +1,5 @@
 """Forked processes that make what training takes ahead of it, in order, and hand it over in shared memory."""
 
-from __future__ import annotations
-
 import mmap
 import multiprocessing
 import os

@@ -3,8 +3,6 @@
 Each picture is trained on more than once because a GPU wants more than 15 cores can draw: 700 a second, of which 404
 were new, on an H200."""
 
-from __future__ import annotations
-
 import argparse
 import random
 from collections import deque

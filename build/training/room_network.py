@@ -1,8 +1,6 @@
 """Forward passes of the transformers model in two halves, for what training does between them: the dense supervision
 reads the states of patches, and a picture's rows are shared by branches of questions."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from augment import GRID

@@ -4,8 +4,6 @@ A training sequence is the chat up to and including the picture, once, then one 
 picture and itself, and its positions continue the picture's, so each computes exactly what a chat of its own would.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

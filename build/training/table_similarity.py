@@ -4,8 +4,6 @@ A table is a tree of rows of cells. The distance is the least number of rows and
 make one of the other; exchanging a cell costs the share of its characters that differ, or 1 where its spans do.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ on it goes on from there. The learning rate follows the share of `--minutes` (or
 have used. Prints a line every `--report-seconds` and JSON at the end.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Antialiased shapes in an item's own coordinates (s right, t down, d away; each 0..1 over the item)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """Random choices that mean the same on every Python: all are built on `random.Random.random()` alone."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

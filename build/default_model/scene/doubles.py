@@ -1,7 +1,5 @@
 """Harmless things that look like a hazard from afar: only their detail tells them apart."""
 
-from __future__ import annotations
-
 import math
 
 from .brush import Brush

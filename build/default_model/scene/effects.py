@@ -1,7 +1,5 @@
 """What light, lens, sensor and encoder do to the drawn picture."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import cv2

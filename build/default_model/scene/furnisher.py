@@ -1,7 +1,5 @@
 """Chooses and places what is in a room: hazards, what resembles them, furniture and decoration."""
 
-from __future__ import annotations
-
 from .dice import Dice
 from .geometry import LARGE, Item, Room, smallest_extent, tile_scale
 from .layout import Layout, Paint

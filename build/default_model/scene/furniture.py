@@ -1,7 +1,5 @@
 """How furniture looks: boxes in perspective, seen from the front."""
 
-from __future__ import annotations
-
 from .brush import Brush
 from .palette import mix, shade
 

@@ -4,8 +4,6 @@ Room coordinates are metres: x to the right from the left wall, y up from the fl
 Everything a label says comes from here, never from pixels, so labels are equal for every OpenCV version.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 

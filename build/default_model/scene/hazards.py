@@ -1,7 +1,5 @@
 """How the hazards look. Each draws inside its item's box."""
 
-from __future__ import annotations
-
 import math
 
 from .brush import Brush, blob

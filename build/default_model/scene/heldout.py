@@ -1,7 +1,5 @@
 """The held-out set: fixed, never trained on, one question a picture."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Where things may go: inside the picture, and never hiding what a label speaks of."""
 
-from __future__ import annotations
-
 from .dice import Dice
 from .geometry import Box, Colour, Item, Room, Vector, bounds, on_plane
 

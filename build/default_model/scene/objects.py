@@ -1,7 +1,5 @@
 """How ordinary small things look: fittings on walls and ceilings, and small things on the floor."""
 
-from __future__ import annotations
-
 import math
 
 from .brush import Brush, blob

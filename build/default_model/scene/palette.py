@@ -1,7 +1,5 @@
 """Named colours (RGB). The names are the answers to colour questions, so neighbours are kept well apart."""
 
-from __future__ import annotations
-
 from .dice import Dice
 from .geometry import Colour
 

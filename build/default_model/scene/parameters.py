@@ -1,7 +1,5 @@
 """What a scene is: plain parameters, from which pixels and labels follow."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .geometry import Colour, Item, Room

@@ -1,7 +1,5 @@
 """The wordings of the questions. `{a}` is the class with its article, `{s}` without, `{p}` its plural."""
 
-from __future__ import annotations
-
 PRESENCE = (
     "Is there {a}?",
     "Is there {a} in this picture?",

@@ -1,7 +1,5 @@
 """Questions whose answers follow from a scene's geometry."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .dice import Dice

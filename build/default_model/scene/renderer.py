@@ -1,7 +1,5 @@
 """From a scene's parameters to pixels."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from . import doubles, effects, furniture, hazards, objects, room

@@ -3,8 +3,6 @@
 Drawn at reduced resolution for large pictures (walls hold no detail that a label rests on), then enlarged.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import cv2

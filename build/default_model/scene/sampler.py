@@ -4,8 +4,6 @@ No pixel is made here. Whatever a label rests on is placed so that it can be see
 large enough, differs from its surface in colour, and is not hidden by nearer things.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from .dice import Dice

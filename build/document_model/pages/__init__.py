@@ -1,7 +1,5 @@
 """Rendered pages of documents, each from its seed alone: ``sample(seed, split)``."""
 
-from __future__ import annotations
-
 from random import Random
 
 from pages.composition import Composer

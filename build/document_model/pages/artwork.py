@@ -1,7 +1,5 @@
 """Figures: charts and shapes without meaning, so that a layout has pictures."""
 
-from __future__ import annotations
-
 import math
 from random import Random
 

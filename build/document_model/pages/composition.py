@@ -1,7 +1,5 @@
 """Pages put together: header, title, one column or two of blocks, footer, page number."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 

@@ -1,7 +1,5 @@
 """What a rendered page is: its picture and its blocks in reading order."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a printer and a scanner do to a page: a slight turn, blur, grain, grey levels, a JPEG file."""
 
-from __future__ import annotations
-
 import math
 from random import Random
 

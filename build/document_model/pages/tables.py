@@ -1,7 +1,5 @@
 """Tables: drawn with rules, shades or neither; said in OTSL, the grammar of MinerU's table step."""
 
-from __future__ import annotations
-
 from random import Random
 
 from pages import words

@@ -3,8 +3,6 @@
 The fonts in ``fonts/`` are freely licensed (fonts/LICENCES.md), each cut to the characters that pages have.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path

@@ -3,8 +3,6 @@
 Made-up words are as frequent as real ones, so that reading them takes the letters and not the dictionary.
 """
 
-from __future__ import annotations
-
 from random import Random
 
 
