@@ -154,14 +154,9 @@ def _recall(options: argparse.Namespace) -> int:
     with Client(options.url, timeout=options.timeout) as client, _cache(options.cache) as cache:
         items = _items(client, options, Path(cache))
         with progress("asking") as advance:
-            outcomes, seconds = recall.run(
-                client,
-                items,
-                concurrency=options.concurrency,
-                progress=lambda done: advance(done, len(items)),
-                max_tokens=options.max_tokens or 96,
-                max_tiles=options.max_tiles,
-            )
+            asked = {"max_tokens": options.max_tokens or 96, "max_tiles": options.max_tiles}
+            how = {"concurrency": options.concurrency, "progress": lambda done: advance(done, len(items))}
+            outcomes, seconds = recall.run(client, items, **how, **asked)
     result = recall.figures(outcomes, seconds)
     result |= {"concurrency": options.concurrency, "max_tiles": options.max_tiles, "url": options.url}
     supervised = _supervised(options.url, os.environ.get("TESSERA_HEALTH_URL"))

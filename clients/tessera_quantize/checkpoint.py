@@ -53,13 +53,10 @@ def write(config: CheckpointConfig, layers: Sequence[Path], recipe: Recipe, visi
     head = f"language_model.{config.text.names.head}"
     _write_shards(draft, layers, rest)
     raw = dict(config.raw)
-    raw["quantization_config"] = quantization_config(
-        recipe.method,
-        recipe.group_size,
-        recipe.symmetric,
-        {_module_name(config, name) for name in (*linear.difference(vision), head)},
-        {_module_name(config, name) for name in vision},
-    )
+    ignored = {_module_name(config, name) for name in (*linear.difference(vision), head)}
+    in_fp8 = {_module_name(config, name) for name in vision}
+    form = recipe.method, recipe.group_size, recipe.symmetric
+    raw["quantization_config"] = quantization_config(*form, ignored, in_fp8)
     (draft / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     draft.rename(out)
 

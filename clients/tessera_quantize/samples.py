@@ -72,13 +72,9 @@ class Chain:
             hidden = body.embed(
                 torch.from_numpy(ids), torch.from_numpy(np.concatenate(places)) if places else None, rows
             )
-            yield Sample(
-                hidden,
-                _positions(prepared.positions, len(ids)),
-                row_weights(len(ids), places),
-                len(answer) + 1,
-                len(ids) - int(prepared.spans.sum(1).max(initial=0)),
-            )
+            positions, weights = _positions(prepared.positions, len(ids)), row_weights(len(ids), places)
+            behind = len(ids) - int(prepared.spans.sum(1).max(initial=0))
+            yield Sample(hidden, positions, weights, len(answer) + 1, behind)
             advance()
 
 

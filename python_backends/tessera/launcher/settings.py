@@ -222,10 +222,8 @@ def regions(processes: int, servers: int = 1) -> tuple[Region, str | None]:
     """
     free, count = shutil.disk_usage(SHARED_MEMORY).free, servers * processes
     least, wanted = count * sum(MODEST), max(servers * ROOM, count * sum(ROOMY))
-    said, remedy = (
-        f"{SHARED_MEMORY} has {free // MB} MB free, and",
-        f"enlarge it (docker run --shm-size={2 * servers}g)",
-    )
+    said = f"{SHARED_MEMORY} has {free // MB} MB free, and"
+    remedy = f"enlarge it (docker run --shm-size={2 * servers}g)"
     if free < least:
         raise ConfigError(f"{said} the {count} Python processes need at least {least // MB} MB there; {remedy}")
     if free >= wanted:

@@ -151,13 +151,8 @@ def read_qianfan(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
         "text_config": {"model_type": "qwen3"} | section(raw, "text_config", where),
         "vision_config": {"attention_bias": True} | section(raw, "vision_config", where),
     }
-    config = _read_native(
-        folder,
-        {"tie_word_embeddings": False} | raw | stated,
-        vision_names=_ORIGINAL_NAMES,
-        module_names=_QIANFAN_MODULES,
-        layout="qianfan_ocr",
-    )
+    native = {"tie_word_embeddings": False} | raw | stated
+    config = _read_native(folder, native, _ORIGINAL_NAMES, _QIANFAN_MODULES, "qianfan_ocr")
     done = {
         "ps_version": config.vision.ps_version,
         "force_image_size": config.vision.image_size,

@@ -246,13 +246,11 @@ class Qwen2ViT(PatchTower):
 
 def _mixed(sizes: Sequence[int], count: int) -> list[int]:
     """The patches of pictures of several ``sizes``, ``count`` altogether."""
-    lengths: list[int] = []
-    for size in cycle(sizes):
-        if not count:
-            return lengths
-        lengths.append(min(size, count))
+    lengths, again = list[int](), cycle(sizes)
+    while count:
+        lengths.append(min(next(again), count))
         count -= lengths[-1]
-    raise AssertionError("a cycle ends")
+    return lengths
 
 
 def _by_kind(
