@@ -155,8 +155,8 @@ def _recall(options: argparse.Namespace) -> int:
         items = _items(client, options, Path(cache))
         with progress("asking") as advance:
             asked = {"max_tokens": options.max_tokens or 96, "max_tiles": options.max_tiles}
-            how = {"concurrency": options.concurrency, "progress": lambda done: advance(done, len(items))}
-            outcomes, seconds = recall.run(client, items, **how, **asked)
+            asked["concurrency"] = options.concurrency
+            outcomes, seconds = recall.run(client, items, progress=lambda done: advance(done, len(items)), **asked)
     result = recall.figures(outcomes, seconds)
     result |= {"concurrency": options.concurrency, "max_tiles": options.max_tiles, "url": options.url}
     supervised = _supervised(options.url, os.environ.get("TESSERA_HEALTH_URL"))
