@@ -271,6 +271,7 @@ def sampling(options: Mapping[str, Any]) -> str | None:
     None are left to the server; names and ranges are checked by the server, which is the one that knows.
     """
     chosen = {name: value for name, value in options.items() if value is not None}
+    own = "tile_policy" in chosen  # {} is the deployment's own, and no cascade
     given = chosen.pop("tile_policy", {})
     if not isinstance(given, (str, Mapping)):
         raise InvalidRequest(f"tile_policy must be a name or a dict, not a {type(given).__name__}")
@@ -278,7 +279,7 @@ def sampling(options: Mapping[str, Any]) -> str | None:
     for name in ("max_tiles", "min_tiles", "thumbnail"):
         if name in chosen:
             policy[name] = chosen.pop(name)
-    if policy:
+    if policy or own:
         chosen["tile_policy"] = policy
     return _json("sampling parameters", chosen) if chosen else None
 

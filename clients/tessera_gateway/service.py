@@ -25,6 +25,8 @@ PAGE_SECONDS = 5.0
 MODEL_SECONDS = 1.0
 CONTEXT = re.compile(r"^tessera_max_model_len(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
+ALARM = re.compile(r"^tessera_cascade_alarm(?:\{[^}]*\})? 1", re.MULTILINE)
+
 router = APIRouter()
 
 
@@ -64,10 +66,16 @@ async def version() -> dict[str, str]:
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
     """200 when every server takes requests, else 503; and what is wrong with the batch folder, which questions of
-    people do not need."""
-    ready = await request.app.state.client.ready()
-    trouble = request.app.state.batches and request.app.state.batches.trouble
-    return JSONResponse({"ready": ready, **({"batches": trouble} if trouble else {})}, 200 if ready else 503)
+    people do not need, or with a cascade's plan."""
+    state = request.app.state
+    ready, pages = await asyncio.gather(state.client.ready(), metrics_pages(state.metrics_urls, MODEL_SECONDS))
+    alarms = [named(url) for url, page in pages.items() if isinstance(page, str) and ALARM.search(page)]
+    troubles = {
+        "batches": state.batches and state.batches.trouble,
+        "cascade": alarms and f"the plan does not hold any more: {', '.join(alarms)}",
+    }
+    found = {name: trouble for name, trouble in troubles.items() if trouble}
+    return JSONResponse({"ready": ready, **found}, 200 if ready else 503)
 
 
 @router.get("/metrics")

@@ -110,6 +110,20 @@ def test_the_models_context_is_the_shortest_of_the_servers(monkeypatch: pytest.M
     assert door("GET", "/v1/models/internvl").json()["max_model_len"] is None
 
 
+def test_health_names_the_server_whose_cascade_is_not_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages: dict[str, Any] = {"http://a:8002/metrics": 'tessera_cascade_alarm{model="m"} 0\n', "http://b:2/metrics": "x"}
+
+    async def metrics_pages(*_: Any) -> dict[str, Any]:
+        return pages
+
+    monkeypatch.setattr(service, "metrics_pages", metrics_pages)
+    assert gateway()("GET", "/health").json() == {"ready": True}
+    pages["http://b:2/metrics"] = 'x 1\ntessera_cascade_alarm{model="m",version="1"} 1\ny 1\n'
+    response = gateway()("GET", "/health")
+    assert response.json() == {"ready": True, "cascade": "the plan does not hold any more: b:2"}
+    assert response.status_code == 200
+
+
 SAMPLING = "sampling_parameters: "
 SCHEMA = {"type": "object"}
 RING = {"type": "function", "function": {"name": "ring"}}

@@ -36,6 +36,7 @@ class Stage:
         self.now = 0.0
         self.status = 200
         self.works: Callable[[], None] = lambda: None
+        self.answer = b""
         self.rows = self.pings = 0
 
     def monotonic(self) -> float:
@@ -59,7 +60,7 @@ class Stage:
             assert path == "/v2/health/live"
         if status != 200:
             raise NoAnswer("broken", status)
-        return json.dumps(page).encode()
+        return self.answer if self.answer and body is not None else json.dumps(page).encode()
 
 
 @pytest.fixture
@@ -84,6 +85,16 @@ def test_a_stage_that_answers_with_errors_is_dead_after_the_same_time(stage: Sta
     wait_until(pinger.failure, PATIENCE_S)
     assert pinger.failure() == "stage has not answered for 1 s (broken)"
     assert stage.pings == 4  # each took a quarter of a second
+
+
+def test_what_a_stage_says_in_answer_to_its_ping_is_the_alarm(stage: Stage, pinger: Pinger) -> None:
+    said = 'answers escalated: 9 of "10"'
+    stage.answer = b'data: {"cascade":%s,"model_name":"language_model"}\n\n' % json.dumps(said).encode()
+    assert pinger.alarm == ""
+    pinger.start()
+    wait_until(lambda: pinger.alarm == said, PATIENCE_S)
+    stage.answer = b'data: {"cascade":"","model_name":"language_model"}\n\n'
+    wait_until(lambda: pinger.alarm == "", PATIENCE_S)
 
 
 def test_a_stage_at_work_is_alive_though_its_ping_waits_in_the_queue(stage: Stage, pinger: Pinger) -> None:
@@ -170,6 +181,8 @@ def test_several_servers_are_ready_when_each_is_and_the_page_names_the_one_that_
     assert [each["state"] for each in own.values()] == ["ready", "restarting"] and "stages" not in own["gpu0"]
     worse = service_page({"gpu0": page_of(0, "failed", "llm died too often"), "gpu1": page_of(1, "restarting", **died)})
     assert worse["reason"] == "gpu0: llm died too often"
+    alarmed = service_page({"gpu0": page_of(0), "gpu1": page_of(1) | {"alarm": "answers escalated"}})
+    assert alarmed["alarm"] == "gpu1: answers escalated" and alarmed["state"] == "ready"
     with health_port(lambda: page, "127.0.0.1", 0) as url:
         seen = client_side.ask(url)
     assert seen is not None and not seen.ready and seen.reason == "gpu1: llm died" and seen.restarts == 1

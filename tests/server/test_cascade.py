@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from http_door import QUESTION, read
+from toy_servers import REPOSITORY, Launched, wait_until
 
 from tessera_client import Answer, Cancelled, Client, InvalidRequest
+from tessera_wire.cascade import question_class
 
 pytestmark = pytest.mark.server
 
@@ -146,3 +150,37 @@ def until(holds: Callable[[dict[str, float]], bool], server: Any) -> None:
     while not holds(read(server.metrics_url)):
         assert time.monotonic() - started < 60
         time.sleep(0.05)
+
+
+def test_a_policy_file_is_followed_audited_and_watched(tmp_path, picture):
+    """One question is never escalated and always audited, another always escalated, until that is too often."""
+    rare, half = ({"share": share, "limit": share} for share in (0.0005, 0.5))
+    watched = {"low": 0.0, "high": 1e9, "escalated": rare, "below": half, "above": half, "disagreed": half}
+    sure, unsure = "Is there a door?", QUESTION
+    margins = {"margin": "inf", "classes": {question_class(sure): 0}}
+    policy = {"tile_policy": {"cascade": margins}, "watch": watched, "audit": 1, "on_alarm": "escalate"}
+    file = tmp_path / "policy.json"
+    file.write_text(json.dumps(policy))
+    asked = {"choices": ["no", "yes"]}
+    with (
+        Launched(REPOSITORY, tmp_path / "log", "--set", f"preprocess.tile_policy={file}") as server,
+        Client(server.url("grpc")) as client,
+    ):
+        metrics = SimpleNamespace(metrics_url=f"http://{server.url('metrics')}/metrics")
+        kept = client.ask(unseen(picture), sure, **asked)
+        full = client.ask(unseen(picture), sure, tile_policy={}, **asked)
+        assert not kept.cascade.escalated and full.cascade is None
+        assert full.usage.image_tokens > kept.usage.image_tokens
+        assert client.ask(unseen(picture), unsure, max_tokens=40).cascade is None  # can have no margin
+        until(lambda page: page["tessera_cascade_audits_total"] == 1, metrics)
+        page = read(metrics.metrics_url)
+        assert page.get("tessera_cascade_disagreements_total", 0) == (kept.text != full.text)
+        assert page["tessera_cascade_alarm"] == 0 and "alarm" not in server.health()
+        for _ in range(40):
+            assert client.ask(picture, unsure, **asked).cascade.escalated
+        assert client.ask(unseen(picture), sure, **asked).cascade.escalated  # as set
+        assert wait_until(lambda: "answers escalated" in server.health().get("alarm", ""), 60)
+        until(lambda page: page["tessera_cascade_alarm"] == 1, metrics)
+        assert server.health()["state"] == "ready"
+        log = (tmp_path / "log").read_text()
+        assert log.count("the cascade's plan does not hold any more: answers escalated") == 1

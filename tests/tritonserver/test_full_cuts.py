@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import cv2
 import numpy as np
 import pytest
+from cascade.test_watch import PLANNED
 from fakes.backend import InferenceRequest, Tensor, stage_args, strings, wait_until
 from test_fronts import answer_of, outputs
 
+from tessera.cascade.watch import Plan, Watch
 from tessera.engine.sequence import TokenEvent, Usage
+from tessera.errors import ConfigError
 from tessera.tritonserver import preprocess
-from tessera.tritonserver.cascade import FullCuts
+from tessera.tritonserver.cascade import MOST_AUDITS, FullCuts, Watching
 from tessera.tritonserver.language_model import Reply, TritonPythonModel, read_request
 from tessera.tritonserver.responder import Outbox, Responder
 from tessera_wire import errors
+from tessera_wire.cascade import question_class
 from tessera_wire.tensors import elements
 
 JPEG = bytes(cv2.imencode(".jpg", np.zeros((320, 480, 3), np.uint8))[1])
@@ -45,14 +50,17 @@ def test_preprocess_cuts_coarsely_and_hands_on_what_the_full_cut_takes(backend: 
     found = prepared(stage, {"cascade": {"margin": 2, "full": {"max_tiles": 6}}}, *asked)
     assert found["PLAN"] == [[0, 1, 1, 1]]
     about, messages, picture = found["CASCADE"]
-    assert json.loads(about) == {"margin": 2, "tile_policy": {"max_tiles": 6}} and (messages, picture) == (b"", JPEG)
+    assert json.loads(about) == {"margin": 2, "tile_policy": {"max_tiles": 6}, "planned": False} and (
+        messages,
+        picture,
+    ) == (b"", JPEG)
     two = prepared(stage, '{"cascade": {"margin": "inf", "first": "two-tile"}}', *asked)
-    assert two["PLAN"] == [[0, 2, 1, 2]] and json.loads(two["CASCADE"][0]) == {"margin": np.inf, "tile_policy": None}
+    assert two["PLAN"] == [[0, 2, 1, 2]] and json.loads(two["CASCADE"][0])["margin"] == np.inf
     said = b'[{"role": "user", "content": [{"type": "image", "detail": "high"}, {"type": "text", "text": "?"}]}]'
     assert prepared(stage, {"cascade": {"margin": 2}}, strings("messages", said), asked[1])["CASCADE"][1] == said
     for kept in ({"margin": 0}, {"margin": 9, "full": {"max_tiles": 1}}):  # nothing more will be asked
         (about,) = prepared(stage, {"cascade": kept}, *asked)["CASCADE"]
-        assert json.loads(about)["margin"] == 0
+        assert json.loads(about)["margin"] == kept["margin"]
     assert "CASCADE" not in prepared(stage, "native", *asked)
 
 
@@ -111,15 +119,20 @@ class Line:
 
 
 class House:
-    """A stage's half of the language model."""
+    """A stage's half of the language model, of a server that follows a policy file."""
 
     def __init__(self) -> None:
         self.line, self.outbox = Line(), Outbox("language_model", 1)
-        self.full_cuts = FullCuts(self.line, self.outbox)  # type: ignore[arg-type]
+        self.watch, self.idle = Watch(Plan.read(PLANNED)), True
+        self.follow(0.0)
 
-    def ask(self, margin: float = 2.0, **about: Any) -> tuple[InferenceRequest, Reply]:
+    def follow(self, share: float, escalates: bool = False) -> None:
+        watching = Watching(self.watch, share, escalates, lambda: self.idle)
+        self.full_cuts = FullCuts(self.line, self.outbox, watching)  # type: ignore[arg-type]
+
+    def ask(self, margin: float = 2.0, planned: bool = False, **about: Any) -> tuple[InferenceRequest, Reply]:
         now = time.monotonic_ns()
-        told = json.dumps({"margin": margin, "tile_policy": "native"}).encode()
+        told = json.dumps({"margin": margin, "tile_policy": "native", "planned": planned}).encode()
         request = InferenceRequest(
             [
                 strings("CASCADE", told, b"", JPEG, JPEG),
@@ -150,6 +163,7 @@ class House:
 def house(backend: Any) -> Iterator[House]:
     house = House()
     yield house
+    house.full_cuts.close()
     house.outbox.close()
 
 
@@ -180,7 +194,7 @@ def test_the_full_cut_is_asked_with_all_that_the_request_had(house: House) -> No
     assert (last["text_output"], last["usage"]) == ([b"o"], [9, 2, 4])
     assert json.loads(last["cascade"][0]) == {"margin": 1.5, "escalated": True}
     assert house.full_cuts.leases_of("mine") == []
-    assert house.full_cuts.counts() == {"cascades": 1, "escalations": 1}
+    assert house.full_cuts.counts() | {"cascades": 1, "escalations": 1} == house.full_cuts.counts()
 
 
 def test_the_times_of_both_cuts_make_up_the_whole(house: House) -> None:
@@ -198,7 +212,7 @@ def test_an_end_without_an_answer_decides_nothing(house: House) -> None:
     house.end(request, reply, 0.0, reason="deadline")
     (answer,) = map(outputs, request.sender.responses)
     assert request.sender.final and not house.line.asked and answer["cascade"] == [b""]
-    assert house.full_cuts.counts() == {"cascades": 0, "escalations": 0}
+    assert house.full_cuts.counts() | {"cascades": 0, "escalations": 0} == house.full_cuts.counts()
 
 
 @pytest.mark.parametrize(
@@ -237,3 +251,132 @@ def test_who_cancels_by_the_requests_id_cancels_the_full_cut(house: House) -> No
     model._cancel("another")
     model._cancel("mine")
     assert ended == ["another", "mine", asked.name] and asked.lease.split() == [asked.name]
+
+
+def test_requests_by_the_plan_are_watched_and_no_others(house: House) -> None:
+    for planned, margin in ((False, 0.0), (True, 5.0), (True, 0.0)):
+        house.end(*house.ask(planned=planned), margin)
+    assert (house.watch.requests, house.watch.escalated) == (2, 1) and len(house.line.asked) == 2
+    assert house.watch.audits == 0  # a share of none
+
+
+def test_what_was_not_escalated_is_audited_when_nothing_waits(house: House) -> None:
+    """At the worst priority, in nobody's name; what comes of it counts where it is a whole answer."""
+    house.full_cuts.close()
+    house.follow(1.0)
+    house.idle = False
+    requests = [house.ask(planned=planned) for planned in (True, True, True, False)]
+    for request, reply in requests:
+        house.end(request, reply, 5.0)
+    house.end(*house.ask(planned=True), 1.0)  # which is escalated
+    escalated = house.line.asked.pop()
+    assert all(request.sender.final for request, _ in requests) and not house.line.asked
+    house.idle = True
+    wait_until(lambda: len(house.line.asked) == 3)
+    for asked in house.line.asked:
+        sampling = json.loads(asked.inputs["sampling_parameters"][0])
+        assert sampling["priority"] == asked.priority == 2**63 - 1 and sampling["timeout_us"] == 60_000_000
+        assert asked.lease.split() == [asked.name] and (asked.inputs["stream"], asked.inputs["image"]) == (
+            b"\0",
+            [JPEG] * 2,
+        )
+        assert asked.inputs["exclude_input_in_output"] == b"\1" and not hasattr(asked, "since")
+    assert escalated.priority == 3
+    same, other, late = house.line.asked
+    for asked, answer in ((same, full_answer("yes", "stop")), (other, full_answer("no", "length"))):
+        asked.deliver(answer)
+        asked.deliver(None)
+    late.deliver(full_answer("", "deadline"))
+    late.deliver(errors.DeadlineExceeded("late"))
+    wait_until(lambda: house.watch.audits == 2)
+    told = {"cascade_audits": 2, "cascade_disagreements": 1, "cascade_alarm": 0}
+    assert house.full_cuts.counts() | told == house.full_cuts.counts()
+
+
+def test_few_wait_to_be_audited_and_a_picture_of_one_cut_is_by_itself(house: House) -> None:
+    house.full_cuts.close()
+    house.follow(1.0)
+    house.idle = False
+    for _ in range(MOST_AUDITS + 3):
+        house.end(*house.ask(planned=True), 5.0)
+    request, reply = house.ask(planned=True)
+    assert reply.full_cut is not None
+    reply.full_cut.alike = True
+    house.end(request, reply, 5.0)
+    assert house.watch.audits == 1 and house.watch.disagreements == 0
+    house.idle = True
+    wait_until(lambda: len(house.line.asked) == MOST_AUDITS)
+
+
+@pytest.mark.parametrize("escalates", [False, True])
+def test_an_alarm_is_told_and_if_set_escalates_all_from_then_on(
+    house: House, caplog: pytest.LogCaptureFixture, escalates: bool
+) -> None:
+    house.full_cuts.close()
+    house.follow(0.0, escalates)
+    assert ping(house) == "" and house.full_cuts.counts()["cascade_alarm"] == 0
+    while not house.watch.alarm:
+        assert house.watch.requests < 100
+        house.end(*house.ask(planned=True), 0.0)
+    assert caplog.text.count("the cascade's plan does not hold any more: ") == 1
+    assert ping(house) == house.watch.alarm and house.full_cuts.counts()["cascade_alarm"] == 1
+    before = len(house.line.asked)
+    for planned in (True, False):
+        house.end(*house.ask(planned=planned), 5.0)
+    assert len(house.line.asked) - before == escalates
+
+
+def ping(house: House) -> str:
+    model = TritonPythonModel()
+    model._full_cuts = house.full_cuts
+    request = InferenceRequest([strings("PING", b"?")])
+    model.execute([request])
+    (answer,) = map(outputs, request.sender.responses)
+    return answer["cascade"][0].decode()
+
+
+def test_a_deployments_cascade_is_for_requests_that_say_nothing_of_cuts(backend: Any, monkeypatch: Any) -> None:
+    """And can have a margin; questions of a class have their own. An empty policy is the deployment's full cut."""
+    policy = {"margin": 2, "full": {"max_tiles": 6}, "classes": {question_class("Which?"): "inf"}}
+    monkeypatch.setenv("TESSERA_PREPROCESS_TILE_POLICY", json.dumps({"cascade": policy}))
+    stage = preprocess.TritonPythonModel()
+    stage.initialize(stage_args("preprocess"))
+    image = strings("image", JPEG)
+    for text, margin in ((b"Which?", np.inf), (b"Who?", 2)):
+        found = prepared(stage, None, strings("text_input", text), image)
+        assert found["PLAN"] == [[0, 1, 1, 1]] and len(found["CASCADE"]) == 3
+        assert json.loads(found["CASCADE"][0]) == {"margin": margin, "tile_policy": {"max_tiles": 6}, "planned": True}
+    said = b'[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]}]'
+    assert json.loads(prepared(stage, None, strings("messages", said), image)["CASCADE"][0])["margin"] == np.inf
+    assert json.loads(prepared(stage, {"cascade": {"margin": 7}}, image)["CASCADE"][0])["planned"] is False
+    assert "CASCADE" not in prepared(stage, None, strings("text_input", b"Which?"))  # of no picture
+    for sampling in (b'{"choices": ["a", "b"], "tile_policy": {}}', b'{"max_tokens": 17}', b"{}"):
+        (response,) = stage.execute([InferenceRequest([strings("sampling_parameters", sampling), image])])
+        found = outputs(response)
+        assert found["PLAN"] == [[0, 7, 2, 3]] and "CASCADE" not in found
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ({"cascade": {"margin": 1, "full": {"max_tiles": 0}}}, "max_tiles must be"),
+        ({"cascade": {"margin": 1, "first": "mosaic"}}, "mosaic"),
+        ({"cascade": {"margin": 1, "classes": {"a": -1}}}, r"classes\['a'\] must be a number"),
+        ({"cascade": []}, "object with a margin"),
+    ],
+)
+def test_a_deployments_cascade_that_cannot_be_ends_the_start(
+    backend: Any, monkeypatch: Any, policy: Any, words: str
+) -> None:
+    monkeypatch.setenv("TESSERA_PREPROCESS_TILE_POLICY", json.dumps(policy))
+    with pytest.raises(ConfigError, match=f"^preprocess: .*{words}"):
+        preprocess.TritonPythonModel().initialize(stage_args("preprocess"))
+
+
+def test_a_policy_file_must_be_seen_by_who_watches_it(backend: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    file = tmp_path / "policy.json"
+    file.write_text(json.dumps({"tile_policy": {"cascade": {"margin": 1}}, "watch": PLANNED}))
+    with pytest.raises(ConfigError, match="the language model, which is to watch it, does not see that"):
+        preprocess.TritonPythonModel().initialize(stage_args("preprocess", tile_policy=str(file)))
+    monkeypatch.setenv("TESSERA_PREPROCESS_TILE_POLICY", str(file))
+    preprocess.TritonPythonModel().initialize(stage_args("preprocess"))

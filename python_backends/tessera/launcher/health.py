@@ -13,6 +13,7 @@ the launcher's own, because tritonserver itself stays "ready" over dead stages.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,10 @@ QUESTION_TIMEOUT_S = 5.0
 # Asks the server itself, whatever proxy the environment names.
 DIRECTLY = OpenerDirector()
 DIRECTLY.add_handler(HTTPHandler())
+
+
+# The language model's output `cascade` in an event of /generate_stream.
+ALARM = re.compile(rb'"cascade":\s*("(?:[^"\\]|\\.)*")')
 
 
 class NoAnswer(Exception):
@@ -68,6 +73,8 @@ class Pinger:
         self._stopped = threading.Event()
         self._answers: dict[str, tuple[float, float]] = {}
         self._failure: str | None = None
+        self.alarm = ""
+        """What a stage says in the answer to its ping is not as it was planned (docs/cascade.md)."""
 
     def start(self) -> Pinger:
         """Finds out which models take pings and begins. Raises NoAnswer if the server does not say."""
@@ -99,8 +106,10 @@ class Pinger:
             work = None
             try:
                 work = self._work(ping)
-                request(self.url + ping.path, self.timeout_s, ping.body)
+                answer = request(self.url + ping.path, self.timeout_s, ping.body)
                 alive = time.monotonic()
+                if told := ALARM.search(answer):
+                    self.alarm = json.loads(told[1])
                 self._answers[ping.stage] = ((alive - asked) * 1e3, alive)
             except NoAnswer as error:
                 if self._excused(ping, error, work):
@@ -177,12 +186,14 @@ def service_page(pages: Mapping[str, Page]) -> Page:
     if len(pages) == 1:
         return next(iter(pages.values()))
     worst = max(pages, key=lambda name: (BY_GRAVITY.index(pages[name]["state"]), pages[name]["since"]))
-    page = {
+    page: Page = {
         "state": pages[worst]["state"],
         "since": pages[worst]["since"],
         "restarts": sum(page["restarts"] for page in pages.values()),
         "reason": f"{worst}: {pages[worst]['reason']}" if pages[worst]["reason"] else "",
     }
+    if alarms := [f"{name}: {each['alarm']}" for name, each in pages.items() if "alarm" in each]:
+        page["alarm"] = "; ".join(alarms)
     for address in ("grpc", "http", "metrics"):
         page[address] = ",".join(each[address] for each in pages.values())
     for part in ("stages", "weights"):

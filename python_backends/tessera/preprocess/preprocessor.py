@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tessera.cascade.policy import read_policy
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.models.family import (
     FRAME,
@@ -22,6 +23,7 @@ from tessera.models.family import (
     digest,
 )
 from tessera.models.registry import family_for, read_config
+from tessera.preprocess.cascade import Cascade
 from tessera.preprocess.decode import RESIZE_MODES, decode, encoded_bytes, read_checked_header
 from tessera.preprocess.headers import Header
 from tessera.prompt.messages import Chat, parse_chat
@@ -57,6 +59,13 @@ class PreprocessRequest:
         """What it says of how finely pictures are cut."""
         return {name: getattr(self, name) for name in POLICY_KEYS}
 
+    def cuts(self, cascade: Cascade | None) -> list[PreprocessRequest]:
+        """The request with a cascade's first cut and with its full one; without a cascade as it is."""
+        if cascade is None:
+            return [self]
+        full = replace(self, tile_policy=cascade.full)
+        return [replace(full, low=True) if cascade.first is None else replace(full, tile_policy=cascade.first), full]
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -75,10 +84,11 @@ class Picture:
 
 @dataclass(frozen=True)
 class Planned:
-    """A request before its pixels."""
+    """A request before its pixels. ``question``: the text of its last turn."""
 
     pictures: list[Picture]
     prompt: Prompt
+    question: str
 
     @property
     def plans(self) -> tuple[ImagePlan, ...]:
@@ -113,8 +123,13 @@ class Preprocessor:
         self.limits = settings
         self.max_cost = settings.max_cost or family.max_cost
         self.gpu_pixels = settings.gpu_pixels
+        self.deployed = read_policy(settings.tile_policy)
         try:
-            self.policy = family.policy({"tile_policy": settings.tile_policy})
+            self.policy = family.policy({"tile_policy": self.deployed.full})
+            said = self.deployed.cascade
+            self.cascade = None if said is None else Cascade.read(said, planned=True)
+            for cut in PreprocessRequest().cuts(self.cascade):
+                family.policy(cut.asked, self.policy, self.max_cost)
         except InvalidRequest as error:
             raise ConfigError(f"preprocess: {error}") from None
         self._mode = RESIZE_MODES[settings.resize]
@@ -142,7 +157,8 @@ class Preprocessor:
         policy = self.family.policy(request.asked, self.policy, self.max_cost)
         low = (each or request.low for each in chat.low)
         pictures = self._pictures(images, [self.family.low_detail(policy) if each else policy for each in low])
-        return Planned(pictures, self.prompts.build(chat.messages, tuple(picture.plan for picture in pictures)))
+        prompt = self.prompts.build(chat.messages, tuple(picture.plan for picture in pictures))
+        return Planned(pictures, prompt, "".join(chat.messages[-1].texts))
 
     def prepare(self, planned: Planned) -> Prepared:
         """Raises InvalidRequest for a picture that cannot be decoded."""

@@ -98,9 +98,9 @@ class PreprocessSettings(Limits):
     """A deployment's settings. None means the checkpoint's own: how pictures are cut, context in tokens, system text.
 
     ``tile_policy``: how finely pictures are cut where a request does not say (docs/tile_policies.md; for models of
-    native resolution docs/preprocessing.md). ``resize``: reference, as the checkpoint was trained, or fast
-    (docs/preprocessing.md). ``gpu_pixels``: JPEGs of at least this many pixels are left to the vision stage, to decode
-    them on its GPU; 0 leaves it none.
+    native resolution docs/preprocessing.md), or a policy file's name (docs/cascade.md). ``resize``: reference, as the
+    checkpoint was trained, or fast (docs/preprocessing.md). ``gpu_pixels``: JPEGs of at least this many pixels are left
+    to the vision stage, to decode them on its GPU; 0 leaves it none.
     """
 
     resize: str = setting("reference", choices=("reference", "fast"))

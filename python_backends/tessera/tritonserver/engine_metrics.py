@@ -28,6 +28,7 @@ _GAUGES = {
     "embedding_bytes": "Rows of pictures held on the device",
     "embedding_bytes_peak": "The most of them so far",
     "embedding_bytes_spilled": "Rows held in pinned memory",
+    "cascade_alarm": "Whether the cascade's plan does not hold any more",
 }
 # The same, and "_total" behind it.
 _COUNTERS = {
@@ -46,6 +47,8 @@ _COUNTERS = {
     "engine_held_up_seconds": "Time the engine's thread waited while it planned and launched steps",
     "cascades": "Requests of a cascade whose first cut has an answer",
     "escalations": "Those of them that went on with the full cut",
+    "cascade_audits": "Answers to first cuts for which the full cut was asked as well",
+    "cascade_disagreements": "Those of them that the full cut answered otherwise",
     "embeddings_on_cpu": "Requests whose rows came over the CPU to an engine on a GPU",
 }
 

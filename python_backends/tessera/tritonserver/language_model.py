@@ -6,13 +6,14 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from tessera.cascade.watch import Watch
 from tessera.engine.process.client import EngineProcess
 from tessera.engine.sequence import Request, SamplingParameters, TokenEvent
 from tessera.errors import InvalidRequest, end_process_if_lost
@@ -20,7 +21,7 @@ from tessera.models.registry import read_config
 from tessera.settings.gpu import GpuMeter
 from tessera.settings.stages import EngineConfig
 from tessera.tritonserver import backend, ensemble, leases, tensors
-from tessera.tritonserver.cascade import FullCut, FullCuts
+from tessera.tritonserver.cascade import FullCut, FullCuts, Watching
 from tessera.tritonserver.engine_metrics import MetricsPage
 from tessera.tritonserver.failures import deadline_exceeded, error_response, failure
 from tessera.tritonserver.gpu_pool import answer_warm_up
@@ -64,7 +65,8 @@ class TritonPythonModel:
         self._device = config.device
         self._engine = EngineProcess(settings.checkpoint, config, partial(os._exit, 1))
         show_weights("language_model", self._engine.weights, self._engine.weight_bytes)
-        self._full_cuts = FullCuts(Line(Connection(settings.grpc_address)), self._outbox)
+        watching = watching_of(settings, lambda: not self._engine.counts()["requests_waiting"])
+        self._full_cuts = FullCuts(Line(Connection(settings.grpc_address)), self._outbox, watching)
         self._page = MetricsPage(lambda: self._engine.counts() | self._full_cuts.counts(), meter_of(config.device))
         self._leases = Leases(self._cancel)
 
@@ -90,7 +92,7 @@ class TritonPythonModel:
             return
         if ping is not None:
             end_process_if_lost()
-            responder.finish()
+            responder.send(tensors.response([tensors.text_output("cascade", self._full_cuts.alarm)]), final=True)
             return
         cancel = tensors.text(request, "CANCEL")
         if cancel is not None:
@@ -123,6 +125,14 @@ class TritonPythonModel:
         """For a client that left while an earlier stage ran, which nothing else reports."""
         if responder.is_cancelled():
             self._engine.cancel(number)
+
+
+def watching_of(settings: StageSettings, idle: Callable[[], bool]) -> Watching | None:
+    """What the server watches, if it follows a policy file. Raises ConfigError."""
+    policy = settings.policy
+    if policy.plan is None:
+        return None
+    return Watching(Watch(policy.plan), policy.audit, policy.on_alarm == "escalate", idle)
 
 
 def read_request(
@@ -185,9 +195,10 @@ class Reply:
         cascade = ""
         if self.full_cut and last.finish_reason in ("stop", "length"):
             assert last.margin is not None, "nothing tells the answer's margin"
-            told = {"margin": last.margin, "escalated": self._full_cuts.decide(self.full_cut, last.margin)}
+            escalated = self._full_cuts.decide(self.full_cut, last.margin, last.text)
+            told = {"margin": last.margin, "escalated": escalated}
             cascade = json.dumps(told)
-            if told["escalated"]:
+            if escalated:
                 self._full_cuts.ask(self.full_cut, partial(self._hand_on, cascade, self._timings(last)), self._fail)
                 return
         text, self._prefix = self._prefix + "".join(event.text for event in events), ""

@@ -14,7 +14,7 @@ from tessera.models.family import ImagePlan, ModelFamily, View
 from tessera.models.registry import read_config
 from tessera.preprocess.cascade import Cascade
 from tessera.preprocess.decode import use_one_thread
-from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
+from tessera.preprocess.preprocessor import Planned, Prepared, Preprocessor, PreprocessRequest
 from tessera.prompt.grammar import grammar
 from tessera.prompt.sampling import POLICY_KEYS, SamplingParameters
 from tessera.settings.stages import PreprocessSettings
@@ -32,6 +32,11 @@ class TritonPythonModel:
         use_one_thread(settings.resize)
         heaps.keep_freed()
         self._preprocessor = Preprocessor.from_checkpoint(stage.checkpoint, settings)
+        if self._preprocessor.deployed.plan and self._preprocessor.deployed != stage.policy:
+            raise ConfigError(
+                f"preprocess: config.pbtxt names the policy file {settings.tile_policy}, and the language model, which "
+                "is to watch it, does not see that; set TESSERA_PREPROCESS_TILE_POLICY or --set preprocess.tile_policy"
+            )
         # Batch jobs go on with earlier results only where these came from the same checkpoint.
         model_type = read_config(stage.checkpoint).model_type
         self._served = json.dumps({"checkpoint": self._preprocessor.checkpoint.hex(), "model_type": model_type})
@@ -56,8 +61,8 @@ class TritonPythonModel:
             # The engine checks all of it again, but would refuse only after all the other work.
             parameters = SamplingParameters.parse(sampling)
             grammar(parameters)  # read; the engine compiles it
-            cascade, asked = Cascade.of(sampling, parameters), read_request(request, sampling)
-            cuts = [self._preprocessor.plan(cut) for cut in ([asked] if cascade is None else cascade.cuts(asked))]
+            cascade = Cascade.of(sampling, parameters, self._preprocessor.cascade)
+            cuts = [self._preprocessor.plan(cut) for cut in read_request(request, sampling).cuts(cascade)]
             for cut in cuts:
                 self._check_room(len(cut.prompt.input_ids), parameters.least_room)
             prepared = self._preprocessor.prepare(cuts[0])
@@ -66,8 +71,8 @@ class TritonPythonModel:
         outputs = self._outputs(prepared, deadline, parameters.priority, received)
         if "CUT" in request.requested_output_names():  # the ensemble does not
             outputs.append(tensors.text_output("CUT", cut_json(self._preprocessor.family, prepared.plans)))
-        if cascade is not None:
-            outputs.append(tensors.output("CASCADE", cascade_parts(cascade, request, cuts[0].plans == cuts[1].plans)))
+        if cascade is not None and (prepared.plans or not cascade.planned):  # a plan is of pictures
+            outputs.append(tensors.output("CASCADE", cascade_parts(cascade, request, *cuts)))
         return tensors.response(outputs)
 
     def _check_room(self, prompt: int, answer: int) -> None:
@@ -124,12 +129,13 @@ def cut_json(family: ModelFamily, plans: Sequence[ImagePlan]) -> str:
     return json.dumps([{"tokens": plan.tokens, **common, "views": [*map(seen, plan.views)]} for plan in plans])
 
 
-def cascade_parts(cascade: Cascade, request: Any, alike: bool) -> np.ndarray:
-    """What the language model needs for the full cut: JSON, the messages, the pictures. Where both cuts are ``alike``,
-    or no answer is without the margin, the JSON alone."""
-    margin = 0.0 if alike else cascade.margin
-    parts = [json.dumps({"margin": margin, "tile_policy": cascade.full}).encode()]
-    if margin:
+def cascade_parts(cascade: Cascade, request: Any, first: Planned, full: Planned) -> np.ndarray:
+    """What the language model needs for the full cut: JSON, the messages, the pictures. Where that is the first one
+    again, or will not be asked for, the JSON alone."""
+    margin = cascade.margin_of(full.question)
+    about = {"margin": margin, "tile_policy": cascade.full, "planned": cascade.planned}
+    parts = [json.dumps(about).encode()]
+    if first.plans != full.plans and (margin or cascade.planned):
         parts += [b"".join(tensors.byte_strings(request, "messages")), *tensors.byte_strings(request, "image")]
     return np.array(parts, dtype=np.object_)
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
+from tessera.cascade.policy import Policy, read_policy
 from tessera.checkpoint.files import find_checkpoint
 from tessera.models.registry import vision_tensors
 from tessera.settings import schema
@@ -58,10 +59,13 @@ class StageSettings:
         return found
 
     @property
-    def tile_policy(self) -> str | None:
-        """preprocess's, if the environment says it: no stage reads another's config.pbtxt."""
+    def policy(self) -> Policy:
+        """preprocess's tile policy, if the environment says it: no stage reads another's config.pbtxt.
+
+        Raises ConfigError.
+        """
         said = self._environment.get("TESSERA_PREPROCESS_TILE_POLICY")
-        return None if said in ("", "0") else said
+        return read_policy(None if said in ("", "0") else said)
 
     @property
     def grpc_address(self) -> str:

@@ -36,7 +36,7 @@ class TritonPythonModel:
         heaps.keep_freed()
         write_to_server_log("vision_encoder")
         stage = StageSettings(args)
-        settings = replace(stage.read(VisionSettings), tile_policy=stage.tile_policy)
+        settings = replace(stage.read(VisionSettings), tile_policy=stage.policy.full)
         url = settings.vision_url
         self._device = "cpu" if url else settings.device  # where rows are sent from
         self._dispatcher = RemoteDispatcher(url) if url else local_scheduler(stage.checkpoint, settings)

@@ -109,7 +109,7 @@ class InternVL(ModelFamily):
         super().policy(asked)
         value = asked.get("tile_policy")
         policy = TilePolicy.parse(value, default or self._checkpoint_policy)
-        if value is not None and max_cost is not None and policy.max_tiles > max_cost:
+        if value and max_cost is not None and policy.max_tiles > max_cost:
             raise InvalidRequest(
                 f"tile policy: max_tiles {policy.max_tiles!r:.20} is above this server's limit of {max_cost} tiles a "
                 "request"
