@@ -42,7 +42,7 @@ class Ladder:
         for line in lines(file):
             if "recall" in line:
                 recalls[line["rung"], line["job"]] = line
-            elif "ratio" in line:
+            else:
                 cells[Pair(line["rung"], line["below"], line["job"]), line["flight"]] = line
         return cls(cells, recalls)
 
@@ -102,14 +102,10 @@ def lines(file: Path) -> list[Line]:
 
 
 def prune(file: Path) -> None:
-    """Leaves the newest line of each place, and none by which a rung that has a ratio was once measured alone."""
-    found = lines(file)
-    compared = {name for line in found if "ratio" in line for name in (line["rung"], line["below"])}
-    newest: dict[tuple[Any, ...], Line] = {}
-    for line in found:
-        if "ratio" in line or "recall" in line or line["rung"] not in compared:
-            place = ("recall" in line, *(line.get(name) for name in ("rung", "below", "job", "flight", "batch")))
-            newest[place] = line
+    """Leaves the newest line of each place."""
+    newest = {}
+    for line in lines(file):
+        newest["recall" in line, line["rung"], line.get("below"), line["job"], line.get("flight")] = line
     file.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in newest.values()))
 
 
