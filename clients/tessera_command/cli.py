@@ -154,9 +154,14 @@ def _recall(options: argparse.Namespace) -> int:
     with Client(options.url, timeout=options.timeout) as client, _cache(options.cache) as cache:
         items = _items(client, options, Path(cache))
         with progress("asking") as advance:
-            asked = {"max_tokens": options.max_tokens or 96, "max_tiles": options.max_tiles}
-            asked["concurrency"] = options.concurrency
-            outcomes, seconds = recall.run(client, items, progress=lambda done: advance(done, len(items)), **asked)
+            outcomes, seconds = recall.run(
+                client,
+                items,
+                concurrency=options.concurrency,
+                progress=lambda done: advance(done, len(items)),
+                max_tokens=options.max_tokens or 96,
+                max_tiles=options.max_tiles,
+            )
     result = recall.figures(outcomes, seconds)
     result |= {"concurrency": options.concurrency, "max_tiles": options.max_tiles, "url": options.url}
     supervised = _supervised(options.url, os.environ.get("TESSERA_HEALTH_URL"))

@@ -3,8 +3,10 @@
 import ctypes
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pynvml
 import pytest
 import safetensors.torch
 import torch
@@ -22,6 +24,7 @@ from tessera.settings.gpu import (
     divide,
     divide_for,
     find_device,
+    refuse_limit,
     refuse_part_of_gpu,
     weights_of,
 )
@@ -101,11 +104,32 @@ def test_the_device_is_found_without_touching_one(tmp_path: Path, monkeypatch: p
     assert find_device({}) == "cpu"
 
 
-def test_a_part_of_a_gpus_multiprocessors_is_refused():
-    refuse_part_of_gpu({})
-    refuse_part_of_gpu({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100"})
+def test_a_part_of_a_gpus_multiprocessors_is_refused(monkeypatch):
+    refuse_limit({})
+    refuse_limit({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100"})
     with pytest.raises(ConfigError, match="CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=70 in the environment: .* unset it"):
-        refuse_part_of_gpu({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "70"})
+        refuse_limit({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "70"})
+
+    def cores(card):
+        if card not in known:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return known[card]
+
+    def part(uuid, capability, multiprocessors):
+        major, minor = capability
+        refuse_part_of_gpu(SimpleNamespace(uuid=uuid, major=major, minor=minor, multi_processor_count=multiprocessors))
+
+    known = {"GPU-h200": 16896, "GPU-a100": 6912}
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", str)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetNumGpuCores", cores)
+    part("h200", (9, 0), 132)
+    part("a100", (8, 0), 108)
+    part("of-mig", (9, 0), 60)
+    with pytest.raises(ConfigError, match="92 of the GPU's 132 multiprocessors: .*set_default_active_thread"):
+        part("h200", (9, 0), 92)
+    with pytest.raises(ConfigError, match="107 of the GPU's 108 multiprocessors"):
+        part("a100", (8, 0), 107)
 
 
 def test_gpus_that_are_not_here_are_refused_with_what_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

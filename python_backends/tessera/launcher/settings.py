@@ -22,7 +22,7 @@ from tessera.settings.gpu import (
     card_bytes,
     divide_for,
     find_device,
-    refuse_part_of_gpu,
+    refuse_limit,
     why_no_gpu,
 )
 from tessera.settings.schema import Effective, Sources, settings_of, variable
@@ -119,7 +119,7 @@ def set_up(
     if (server.device, here) == ("cuda", "cpu"):
         raise ConfigError(f"device is cuda, but {why_no_gpu(all_told)}")
     if device == "cuda":
-        refuse_part_of_gpu(all_told)
+        refuse_limit(all_told)
     checkpoint = repository / server.checkpoint
     if is_name(server.checkpoint):  # a folder that is missing is reported when it is read
         checkpoint = find_checkpoint(server.checkpoint, all_told, repository)

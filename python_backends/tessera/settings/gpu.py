@@ -172,15 +172,34 @@ def why_no_gpu(environment: Mapping[str, str]) -> str | None:
 
 
 _LIMIT = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+_WRONG = "on a part of a GPU's multiprocessors cuBLAS gives wrong results"  # docs/gpu.md
+_CORES_64 = ((7, 0), (7, 2), (7, 5), (8, 0))  # compute capabilities of 64 cores a multiprocessor; the others have 128
 
 
-def refuse_part_of_gpu(environment: Mapping[str, str]) -> None:
-    """Raises ConfigError where processes would get some of a GPU's multiprocessors alone: cuBLAS 13.0 then leaves parts
-    of many products unwritten, without an error (docs/gpu.md)."""
+def refuse_limit(environment: Mapping[str, str]) -> None:
+    """Raises ConfigError where the environment gives processes a part of a GPU's multiprocessors."""
     if (said := environment.get(_LIMIT, "100")) != "100":
         raise ConfigError(
-            f"{_LIMIT}={said} in the environment: on a part of a GPU's multiprocessors cuBLAS gives wrong results; "
-            "unset it, and share the GPU by gpu_memory"
+            f"{_LIMIT}={said} in the environment: {_WRONG}; unset it, and share the GPU by the setting gpu_memory"
+        )
+
+
+def refuse_part_of_gpu(found: Any) -> None:
+    """The same where an MPS daemon does so by itself, as Kubernetes' sharing by MPS has it.
+
+    ``found``: torch's properties of the GPU, whose multiprocessors are those that this process has; NVML tells the
+    cores of all. A part by MIG, which is a GPU to its processes, is none; nor is asked where NVML does not tell.
+    """
+    try:
+        pynvml.nvmlInit()
+        cores = pynvml.nvmlDeviceGetNumGpuCores(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{found.uuid}"))
+    except pynvml.NVMLError:
+        return
+    whole = cores // (64 if (found.major, found.minor) in _CORES_64 else 128)
+    if found.multi_processor_count < whole:
+        raise ConfigError(
+            f"this process has {found.multi_processor_count} of the GPU's {whole} multiprocessors: {_WRONG}; have "
+            "the MPS daemon give all (set_default_active_thread_percentage 100), and share the GPU by gpu_memory"
         )
 
 

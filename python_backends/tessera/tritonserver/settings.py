@@ -13,7 +13,7 @@ from tessera.cascade.policy import Policy, read_policy
 from tessera.checkpoint.files import find_checkpoint
 from tessera.models.registry import vision_tensors
 from tessera.settings import schema
-from tessera.settings.gpu import Division, ServerSettings, divide_for, find_device, refuse_part_of_gpu
+from tessera.settings.gpu import Division, ServerSettings, divide_for, find_device, refuse_limit, refuse_part_of_gpu
 from tessera.settings.stages import refuse_unknown
 
 Settings = TypeVar("Settings")
@@ -55,7 +55,7 @@ class StageSettings:
         said = self._server.device
         found = find_device(self._environment) if said == "auto" else said
         if found == "cuda":
-            refuse_part_of_gpu(self._environment)
+            refuse_limit(self._environment)
         return found
 
     @property
@@ -84,6 +84,9 @@ class StageSettings:
     def _division(self) -> Division:
         import torch
 
-        card = torch.cuda.get_device_properties(0).total_memory
+        gpu = torch.cuda.get_device_properties(0)
+        refuse_part_of_gpu(gpu)
         language = (self._models / "language_model").is_dir()
-        return divide_for(card, self._server, self.checkpoint, self._sources, language, vision_tensors(self.checkpoint))
+        return divide_for(
+            gpu.total_memory, self._server, self.checkpoint, self._sources, language, vision_tensors(self.checkpoint)
+        )
