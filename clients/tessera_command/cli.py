@@ -6,7 +6,6 @@ wrong request, 3 the server is not there or not ready, 4 out of time, 130 interr
 
 import argparse
 import json
-import os
 import secrets
 import sys
 import tempfile
@@ -19,12 +18,11 @@ from typing import Any
 from tessera_client.client import Client
 from tessera_client.messages import ServerStatus
 from tessera_command import ask, jobs, sample, terminal
-from tessera_command.terminal import command, console, positive, progress, sampling
-from tessera_evaluation import plan, recall
+from tessera_command.terminal import command, console, labels, positive, progress, sampling
+from tessera_evaluation import cascade, plan, recall
 from tessera_evaluation.datasets import Item, folder_items, heldout_items
 from tessera_wire import __version__, errors
 from tessera_wire.command_line import Parser
-from tessera_wire.tensors import addresses, parse_url
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,14 +113,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-loss", type=_points, default=1.0, metavar="POINTS", help=allowed)
     add("--plot", type=Path, metavar="FILE.svg", help="draw recall against questions a minute")
     add("--machine", metavar="TEXT", help="what the server runs on: said in the JSON and the plot")
-    add("--max-tokens", type=positive, default=96, metavar="N", help="longest answer in tokens (%(default)s)")
+    add("--max-tokens", type=positive, metavar="N", help="longest answer in tokens (96; of a cascade 16)")
     _dataset(add)
+    share = "plan a cascade instead: what share of the answers may differ from the full cut's, as in 1%%"
+    add("--disagree", type=_share, metavar="SHARE", help=f"{share}; of labels.csv file and question are enough")
+    add("--confidence", type=_share, metavar="SHARE", help="how sure that must be (95%%)")
+    add("--first", type=_policy, metavar="POLICY", help="the cascade's cheap cut (the model's cheapest)")
+    add("--full", type=_policy, metavar="POLICY", help="its full cut (the server's own policy)")
+    add("--choices", type=labels, metavar="A,B,...", help="the questions are answered with the likeliest of these")
+    every = "hold the bound for each question with enough pictures by itself"
+    add("--each-question", action="store_true", default=None, help=every)
 
     add = command(commands, "status", _status, "say whether the server is ready and which models it has")
     add("--probe", action="store_true", help="ask for one token too: ready is not always true")
     add("--json", action="store_true")
     port = "the health port of `tessera serve` (default: TESSERA_HEALTH_URL, else port 8003 of the same host)"
-    add("--health-url", default=os.environ.get("TESSERA_HEALTH_URL"), help=port)
+    add("--health-url", help=port)
     sample.add(commands)
     commands.metavar = f"{{{','.join(commands.choices)}}}"
     return parser
@@ -139,6 +145,13 @@ def _points(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 100:
         raise argparse.ArgumentTypeError(f"must be between 0 and 100, got {value}")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must be between 0 and 1, or 0% and 100%, got {text}")
     return value
 
 
@@ -164,7 +177,7 @@ def _recall(options: argparse.Namespace) -> int:
             )
     result = recall.figures(outcomes, seconds)
     result |= {"concurrency": options.concurrency, "max_tiles": options.max_tiles, "url": options.url}
-    supervised = _supervised(options.url, os.environ.get("TESSERA_HEALTH_URL"))
+    supervised = terminal.supervised(options.url)
     result["weights"] = dict(supervised.weights) if supervised else {}
     recall.print_table(result, console())
     print(json.dumps(result))
@@ -174,7 +187,17 @@ def _recall(options: argparse.Namespace) -> int:
     return 1 if first else 0
 
 
+CASCADES, POLICIES = ("confidence", "first", "full", "choices", "each_question"), ("policy", "plot", "machine")
+"""What `tessera plan` takes with --disagree, and without."""
+
+
 def _plan(options: argparse.Namespace) -> int:
+    for name in POLICIES if options.disagree else CASCADES:
+        if getattr(options, name) is not None:
+            words = "does not go with" if options.disagree else "needs"
+            raise errors.InvalidRequest(f"--{name.replace('_', '-')} {words} --disagree")
+    if options.disagree:
+        return _plan_cascade(options)
     if options.folder and options.folder.is_file():
         measured, about = plan.read_document(options.folder)
     else:
@@ -193,9 +216,26 @@ def _plan(options: argparse.Namespace) -> int:
     return 1 if any(each.errors for each in measured) else 0
 
 
+def _plan_cascade(options: argparse.Namespace) -> int:
+    first, full = (policy and plan.parse_policy(policy) for policy in (options.first, options.full))
+    disagree, confidence = options.disagree, options.confidence or 0.95
+    asked = {"choices": options.choices} if options.choices else {"max_tokens": options.max_tokens or 16}
+    with Client(options.url, timeout=options.timeout) as client, _cache(options.cache) as cache:
+        items = cascade.one_a_picture(_items(client, options, Path(cache), answers=False), options.limit)
+        cascade.check_enough(len(items), disagree, confidence)
+        about = {"asked": asked, "model": asdict(client.served()), "tritonserver": client.status().version}
+        with progress("asking") as advance:
+            settings = asked | {"concurrency": options.concurrency}
+            pairs = cascade.ask_both(client, items, first, full, progress=advance, **settings)
+    policy = cascade.plan(pairs, disagree, confidence, bool(options.each_question))
+    cascade.print_plan(policy, console())
+    print(json.dumps(cascade.document(policy, first, full, about)))
+    return 0
+
+
 def _measured(options: argparse.Namespace) -> list[plan.Measurement]:
     run = secrets.token_hex(8)
-    settings = {"concurrency": options.concurrency, "max_tokens": options.max_tokens}
+    settings = {"concurrency": options.concurrency, "max_tokens": options.max_tokens or 96}
     measured = []
     with Client(options.url, timeout=options.timeout) as client, _cache(options.cache) as cache:
         items = _items(client, options, Path(cache))
@@ -205,9 +245,11 @@ def _measured(options: argparse.Namespace) -> list[plan.Measurement]:
     return measured
 
 
-def _items(client: Client, options: argparse.Namespace, cache: Path) -> list[Item]:
-    """The questions of the user's folder, or of the held-out set; raises where the server is not ready for them."""
-    items = folder_items(options.folder, options.limit) if options.folder else None
+def _items(client: Client, options: argparse.Namespace, cache: Path, answers: bool = True) -> list[Item]:
+    """The questions of the user's folder, or of the held-out set; raises where the server is not ready for them.
+    Without ``answers`` those may be missing, and --limit is the caller's."""
+    limit = options.limit if answers else None
+    items = folder_items(options.folder, limit, answers=answers) if options.folder else None
     _check_ready(client)
     if items is not None:
         return items
@@ -228,7 +270,7 @@ def _cache(folder: Path | None) -> AbstractContextManager[Path | str]:
 
 def _status(options: argparse.Namespace) -> int:
     """Asks the launcher first: tritonserver itself calls a model ready whose process died."""
-    supervised = _supervised(options.url, options.health_url)
+    supervised = terminal.supervised(options.url, options.health_url)
     if supervised is not None and not supervised.ready:
         _print_status(options, supervised, None, False)
         return 3
@@ -239,14 +281,6 @@ def _status(options: argparse.Namespace) -> int:
             client.ask(None, "Hello", max_tokens=1)
     _print_status(options, supervised, status, ready)
     return 0 if ready else 3
-
-
-def _supervised(url: str, health_url: str | None) -> terminal.Health | None:
-    """The health page for the server at ``url``, or for the first of several; None where there is none, or it is
-    another server's."""
-    host, _, port = parse_url(addresses(url)[0])[1].rpartition(":")
-    page = terminal.ask(health_url or f"http://{host}:{terminal.DEFAULT_PORT}")
-    return page if page and (health_url or page.serves(port)) else None
 
 
 def _print_status(
@@ -269,6 +303,8 @@ def _print_status(
             print(f"  {stage.name:<20} {'alive' if stage.alive else 'DEAD'}, process {stage.pid}{ping}")
         for stage_name, words in supervised.weights.items():
             print(f"  {stage_name:<20} {words}")
+        if supervised.alarm:
+            print(f"  not as planned: {supervised.alarm}")
     for model in status.models if status else ():
         print(f"  {model.name:<20} {model.version or '-':<3} {model.state or 'UNLOADED'} {model.reason}".rstrip())
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tessera_command.terminal import command, labels, positive, progress, sampling
+from tessera_command.terminal import command, labels, positive, progress, sampling, supervised
 from tessera_wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ def _batch(options: argparse.Namespace) -> int:
     if source.passed_over:
         say(f"passed over in {source.path}: {', '.join(source.passed_over)}")
     print(_sentence(tally))
+    if tally.cascades and (page := supervised(options.url)) and page.alarm:
+        say(f"the server's cascade is not as planned: {page.alarm}")
     if tally.errors:
         first = f"; the first of this run: {tally.first_error}" if tally.first_error else ""
         say(f"{tally.errors} rows of {options.output} have an error{first}")
@@ -105,6 +107,7 @@ def _sentence(tally: Tally) -> str:
     parts = [f"{asked} row{'s' * (asked != 1)}{rate}"]
     parts += [f"{tally.same} the same as another"] if tally.same else []
     parts += [f"{tally.kept} were there already"] if tally.kept else []
+    parts += [f"{tally.escalated} of {tally.cascades} cascades escalated"] if tally.cascades else []
     return ", ".join(parts)
 
 

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from tessera_wire.tensors import addresses, parse_url
+
 
 def console() -> Any:
     """For tables."""
@@ -116,7 +118,8 @@ class Health:
     """What the health page says: ``state`` is starting, ready, restarting, failed or stopping.
 
     Of several servers it is the worst one's, whose name begins ``reason``; ``grpc`` and ``http`` hold their addresses
-    with commas between, and a stage's name begins with its server's. ``weights`` says what each stage's are.
+    with commas between, and a stage's name begins with its server's. ``weights`` says what each stage's are, ``alarm``
+    what is not as it was planned of a cascade.
     """
 
     state: str
@@ -127,6 +130,7 @@ class Health:
     http: str = ""
     stages: tuple[StageHealth, ...] = ()
     weights: Mapping[str, str] = field(default_factory=dict)
+    alarm: str = ""
 
     @property
     def ready(self) -> bool:
@@ -148,6 +152,15 @@ def ask(url: str, timeout: float = 2.0) -> Health | None:
         return _health(httpx.get(page, timeout=timeout, trust_env=False).json())
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def supervised(url: str, health_url: str | None = None) -> Health | None:
+    """The health page for the server at ``url``, or for the first of several; None where there is none, or it is
+    another server's. ``health_url``: where it is; by TESSERA_HEALTH_URL, else port 8003 of the same host."""
+    health_url = health_url or os.environ.get("TESSERA_HEALTH_URL")
+    host, _, port = parse_url(addresses(url)[0])[1].rpartition(":")
+    page = ask(health_url or f"http://{host}:{DEFAULT_PORT}")
+    return page if page and (health_url or page.serves(port)) else None
 
 
 def _health(page: dict[str, Any]) -> Health:

@@ -135,9 +135,9 @@ def _fingerprint(scene_folder: Path) -> str:
     return digest.hexdigest()
 
 
-def folder_items(folder: Path, limit: int | None = None) -> list[Item]:
+def folder_items(folder: Path, limit: int | None = None, *, answers: bool = True) -> list[Item]:
     """The items of a labelled folder: ``labels.csv`` with a header and the columns file, question, answer and,
-    optionally, class and kind.
+    optionally, class and kind. Without ``answers`` the right answers may be missing: those are then empty.
 
     Questions answered by yes or no are presence questions unless ``kind`` says otherwise. With ``limit`` the items
     are picked evenly over classes and answers. Raises InvalidRequest that names the line at fault.
@@ -148,12 +148,12 @@ def folder_items(folder: Path, limit: int | None = None) -> list[Item]:
     try:
         with open(table, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            lacking = {"file", "question", "answer"} - set(reader.fieldnames or ())
+            lacking = {"file", "question", *(["answer"] if answers else [])} - set(reader.fieldnames or ())
             if lacking:
                 raise InvalidRequest(
                     f"{table} lacks the column {' and '.join(sorted(lacking))}", "file,question,answer[,class][,kind]"
                 )
-            items = [_labelled(folder, row, f"{table}:{reader.line_num}") for row in reader]
+            items = [_labelled(folder, row, f"{table}:{reader.line_num}", answers) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InvalidRequest(f"cannot read {table}: {error}", "file,question,answer[,class][,kind]") from error
     if not items:
@@ -161,10 +161,10 @@ def folder_items(folder: Path, limit: int | None = None) -> list[Item]:
     return evenly(items, limit)
 
 
-def _labelled(folder: Path, row: dict[str, str | None], where: str) -> Item:
-    name, question, answer = row["file"], row["question"], row["answer"]
-    if not name or not question or not answer:
-        raise InvalidRequest(f"{where}: file, question and answer must not be empty")
+def _labelled(folder: Path, row: dict[str, str | None], where: str, answers: bool) -> Item:
+    name, question, answer = row["file"], row["question"], row.get("answer") or ""
+    if not name or not question or (answers and not answer):
+        raise InvalidRequest(f"{where}: file, question{' and answer' if answers else ''} must not be empty")
     picture = folder / name
     if not picture.is_file():
         raise InvalidRequest(f"{where}: no such picture: {picture}")

@@ -42,7 +42,7 @@ class Tally:
 
     ``kept`` were over before this run, of which ``answered`` and ``failed`` are; ``same`` of the answered took another
     row's answer. ``errors``: rows of all the results that have no answer. ``pictures``: of this run's rows.
-    ``seconds``: of asking alone.
+    ``seconds``: of asking alone. ``cascades``: answers of cascades, of which ``escalated`` are the full cut's.
     """
 
     rows: int = 0
@@ -54,6 +54,8 @@ class Tally:
     pictures: int = 0
     seconds: float = 0.0
     first_error: str = ""
+    cascades: int = 0
+    escalated: int = 0
 
     def speed(self, seconds: float) -> str:
         """How fast this run's rows were, in pictures where they have any."""
@@ -227,7 +229,7 @@ class Job:
         if (place := self._index.answers.get(half(content))) is not None:
             kept = self._lines.at(place)
             if kept["content"] == content:
-                fields = ("answer", "error", "finish_reason", "choices", "logprobs")
+                fields = ("answer", "error", "finish_reason", "choices", "logprobs", "cascade")
                 same = {name: kept[name] for name in fields if name in kept}
                 self._write(row, {**same, "same_as": kept["id"]}, content)
                 return
@@ -245,7 +247,11 @@ class Job:
         place = self._index.places[row.number] = self._lines.append({"id": row.id, **result, **digests})
         tally = self.tally
         tally.pictures += len(row.images)
-        tally.same += "same_as" in result
+        if "same_as" in result:
+            tally.same += 1
+        elif "cascade" in result:
+            tally.cascades += 1
+            tally.escalated += result["cascade"]["escalated"]
         if result["error"] is None:
             tally.answered += 1
         else:
@@ -282,6 +288,8 @@ def to_record(answer: Answer) -> dict[str, Any]:
         result["choices"] = [asdict(score) for score in answer.choices]
     if answer.logprobs is not None:
         result["logprobs"] = answer.logprobs
+    if answer.cascade is not None:
+        result["cascade"] = asdict(answer.cascade)
     return result
 
 

@@ -97,8 +97,10 @@ def write_table(results: Iterable[dict[str, Any]], out: Path, id_type: type) -> 
     score = arrow.struct([("label", arrow.string()), *((f, arrow.float64()) for f in SCORES)])
     counts = [(f"{kind}_tokens", arrow.int32()) for kind in ("prompt", "image", "completion")]
     texts = [(field, arrow.string()) for field in ("answer", "error", "finish_reason")]
+    cascade = arrow.struct([("margin", arrow.float64()), ("escalated", arrow.bool_())])
     last = [(field, arrow.string()) for field in ("logprobs", "asked", "content", "stat", "checkpoint")]
-    schema = arrow.schema([("id", name), *texts, *counts, ("choices", arrow.list_(score)), ("same_as", name), *last])
+    decided = [("choices", arrow.list_(score)), ("cascade", cascade)]
+    schema = arrow.schema([("id", name), *texts, *counts, *decided, ("same_as", name), *last])
     waiting = iter(results)
     with replaced(out) as file, parquet.ParquetWriter(file, schema) as table:
         while rows := list(islice(waiting, GROUP)):

@@ -24,6 +24,8 @@ PROGRAMS = {
     "drafts_pages": ("bench.drafts_pages", "makes the fixed set of pages for `drafts`"),
     "ladder": ("bench.ladder", "one job from the plain loop of transformers up, an optimisation a rung"),
     "tiles": ("bench.tiles", "a picture in 13 tiles down to one: requests a second, and recall beside them"),
+    "cascade": ("bench.cascade", "whether a cascade's bound holds, and how soon its alarm comes"),
+    "cascade_rows": ("bench.cascade_rows", "asks the default model both ways, for `cascade`"),
     "recall": ("bench.quality:recall_main", "the held-out set through the server"),
     "quantization": ("bench.quality:quantization_main", "what quantized weights cost in recall"),
     "cpu": ("bench.cpu", "the server on a CPU against a loop of transformers, in turns"),

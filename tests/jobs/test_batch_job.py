@@ -18,7 +18,9 @@ from fakes.answering_server import PROBE, AnsweringServer
 from jobs.batch_runs import Capture, ids, questions, results, write_rows
 
 from tessera_client import ConnectionFailed, InvalidRequest, PicturePlan, PictureView, ServerError
-from tessera_client.messages import Request
+from tessera_client.messages import Cascade, Request
+from tessera_command import jobs
+from tessera_command.terminal import Health
 from tessera_jobs import job, source
 from tessera_jobs.journal import Journal
 from tessera_jobs.source import JsonLinesSource
@@ -26,6 +28,8 @@ from tessera_jobs.source import JsonLinesSource
 
 def test_rows_become_results(batch: Any, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "SYNC_S", -1)  # each result is on the disk before the next
+    page = Health("ready", "", 0, "", alarm="answers escalated: 9 of the last 90")
+    monkeypatch.setattr(jobs, "supervised", lambda url: page)
     (tmp_path / "a.jpg").write_bytes(b"jpeg")
     rows = write_rows(
         tmp_path / "jobs.jsonl",
@@ -33,7 +37,8 @@ def test_rows_become_results(batch: Any, tmp_path: Path, capsys: Capture, monkey
         {"id": "two", "image": ["a.jpg", "data:image/png;base64,cG5n"], "question": "Same?"},
         {"id": "three", "image": None, "question": "Why?", "options": {"max_tokens": 9}},
     )
-    server = AnsweringServer(**{"Why?": [replace(final("yes"), choices=SCORES, logprobs=[1])]})
+    escalated = replace(final("answer to Same?"), cascade=Cascade(0.5, True))
+    server = AnsweringServer(**{"Why?": [replace(final("yes"), choices=SCORES, logprobs=[1])], "Same?": [escalated]})
     assert batch(server, rows, "--prompt", "A crack?", "--max-tokens", "5", "--priority", "7") == 0
     sent = {request.text: request for request, *_ in server.requests if request.text != PROBE}
     assert [sent[text].images for text in ("A crack?", "Same?", "Why?")] == [(b"jpeg",), (b"jpeg", b"png"), ()]
@@ -45,12 +50,14 @@ def test_rows_become_results(batch: Any, tmp_path: Path, capsys: Capture, monkey
     assert (one["answer"], one["error"], one["finish_reason"]) == ("answer to A crack?", None, "stop")
     assert [one[f"{kind}_tokens"] for kind in ("prompt", "image", "completion")] == [10, 4, 2]
     assert two["answer"] == "answer to Same?" and [score["label"] for score in three["choices"]] == ["yes", "not sure"]
-    assert three["logprobs"] == [1]
+    assert three["logprobs"] == [1] and "cascade" not in three
+    assert two["cascade"] == {"margin": 0.5, "escalated": True}
     shown = capsys.readouterr()
-    assert shown.out.startswith("3 rows in ")
+    assert shown.out.startswith("3 rows in ") and shown.out.endswith(", 1 of 1 cascades escalated\n")
     rates = [float(rate) for rate in re.findall(r"([\d.]+) pictures/s", shown.err + shown.out)]
     assert len(rates) >= 2 and all(0 < rate < 1e6 for rate in rates)  # of some milliseconds
-    assert "passed over in" in shown.err and shown.err.rstrip().endswith("room")
+    assert "passed over in" in shown.err and "room\n" in shown.err
+    assert shown.err.endswith("the server's cascade is not as planned: answers escalated: 9 of the last 90\n")
 
 
 def test_the_same_command_goes_on_where_it_ended(batch: Any, tmp_path: Path, capsys: Capture) -> None:

@@ -20,7 +20,7 @@ from fakes.answering_server import PROBE, AnsweringServer
 from jobs.batch_runs import Capture, lines, results
 from pyarrow import parquet
 
-from tessera_client import InvalidRequest, ServerError
+from tessera_client import Cascade, InvalidRequest, ServerError
 from tessera_jobs.journal import Journal
 from tessera_jobs.source import open_source, row_fields
 
@@ -146,7 +146,7 @@ def test_results_as_a_table(batch: Any, tmp_path: Path, more: tuple[str, ...]) -
     names = ["odd", "b", "c"]
     source = write_table(tmp_path / "in.parquet", id=[3, 1, 2], image=[None] * 3, question=names)
     out, journal = tmp_path / "out.parquet", tmp_path / "out.parquet.jsonl"
-    scored = [replace(final("b"), choices=SCORES, logprobs=[{"a": 1}])]
+    scored = [replace(final("b"), choices=SCORES, logprobs=[{"a": 1}], cascade=Cascade(2.5, False))]
     server = AnsweringServer(odd=[ServerError("out of luck")], b=scored)
     assert batch(server, source, "-o", tmp_path / "cut.jsonl", *more) == 1
     journal.write_bytes((tmp_path / "cut.jsonl").read_bytes()[:-5])  # as a killed run leaves it
@@ -156,6 +156,7 @@ def test_results_as_a_table(batch: Any, tmp_path: Path, more: tuple[str, ...]) -
     found = {row["id"]: row for row in parquet.read_table(out).to_pylist()}
     assert found[1]["answer"] == "b" and found[1]["error"] is None and json.loads(found[1]["logprobs"]) == [{"a": 1}]
     assert [score["label"] for score in found[1]["choices"]] == ["yes", "not sure"]
+    assert found[1]["cascade"] == {"margin": 2.5, "escalated": False} and found[2]["cascade"] is None
     assert found[3]["answer"] is None and found[3]["error"] == "ServerError: out of luck"
     assert list(found) == [3, 1, 2] or not more
     # A later run takes the table up again.
