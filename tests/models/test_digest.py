@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tessera.models.family import ImagePlan, View, checkpoint_id, digest
+from tessera.models.family import ImagePlan, View, checkpoint_id, cut_otherwise, digest
 
 PLAN = ImagePlan(768, 3, (3, 1, 2), (View(896, 448, (1, 448, 2, 448, 3), (0, 2, 1, 3, 4)),))
 
@@ -25,6 +25,15 @@ def test_every_part_counts() -> None:
         digest(b"picture", 0, PLAN, "settings", b"iD"),
     ]
     assert len({tuple(value) for value in [base, *others]}) == 7
+
+
+def test_from_one_cuts_digest_follows_anothers_of_the_same_picture_alone() -> None:
+    other = replace(PLAN, tokens=256, cost=1, wire=(1, 1, 1))
+    named, others = digest(b"picture", 0, PLAN, "settings", b"id"), digest(b"picture", 0, other, "settings", b"id")
+    assert np.array_equal(cut_otherwise(named, 0, PLAN, other), others)
+    assert np.array_equal(cut_otherwise(others, 0, other, PLAN), named) and not np.array_equal(named, others)
+    assert not np.array_equal(cut_otherwise(named, 1, PLAN, other), digest(b"picture", 1, other, "settings", b"id"))
+    assert not np.array_equal(cut_otherwise(named, 0, PLAN, other), digest(b"picturf", 0, other, "settings", b"id"))
 
 
 @pytest.mark.parametrize("count", [2, 80])

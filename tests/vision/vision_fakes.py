@@ -29,6 +29,9 @@ class TileFamily:
         views = (View(columns * SIDE, rows * SIDE, (), ()),)
         return SimpleNamespace(tokens=TOKENS * tiles, cost=tiles, views=views, pixel_bytes=tiles * SIDE * SIDE * 3)
 
+    def last_part(self, plan):
+        return None
+
 
 class TileRunner:
     """Rows say which tile they came from: the tile's first byte, then the row's number. Notes the tiles and the wires

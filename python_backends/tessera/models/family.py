@@ -16,6 +16,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,10 @@ class ModelFamily(ABC):
     def plan_of(self, wire: tuple[int, int, int]) -> ImagePlan:
         """The plan whose wire form this is. Raises InvalidRequest where there is none."""
 
+    def last_part(self, plan: ImagePlan) -> ImagePlan | None:
+        """The plan of one unit whose pixels, and rows, are the last of this plan's; None where there is none."""
+        return None
+
     @abstractmethod
     def placeholder_tokens(self, plan: ImagePlan) -> tuple[tuple[str, int], ...]:
         """(special token, repetitions) that take the place of the prompt's one image token."""
@@ -153,17 +158,27 @@ READ_BY_THE_SERVER = (".json", ".jinja", ".model", ".py", ".txt", ".safetensors"
 
 
 def digest(encoded: bytes, kind: int, plan: ImagePlan, settings: str, checkpoint: bytes) -> np.ndarray:
-    """blake2b-128 over encoded bytes, what PLAN says, the plan's views, preprocessing settings and checkpoint id, as
-    int64 [2].
+    """blake2b-128 over encoded bytes, preprocessing settings and checkpoint id, as int64 [2], and, by exclusive or,
+    over what PLAN says and the plan's views, so that from one cut's digest follows another's.
 
     Known before anything is decoded. Every part goes in with its length, so that none can imitate another.
     """
     hasher = blake2b(digest_size=16)
-    cut = json.dumps([kind, plan.wire, [astuple(view) for view in plan.views]])
-    for part in (encoded, cut.encode(), settings.encode(), checkpoint):
+    for part in (encoded, settings.encode(), checkpoint):
         hasher.update(len(part).to_bytes(8, "little"))
         hasher.update(part)
-    return np.frombuffer(hasher.digest(), dtype="<i8").astype(np.int64)
+    return np.frombuffer(hasher.digest(), dtype="<i8").astype(np.int64) ^ _of_cut(kind, plan)
+
+
+def cut_otherwise(digest: np.ndarray, kind: int, plan: ImagePlan, other: ImagePlan) -> np.ndarray:
+    """The digest, int64 [2], of a picture by an ``other`` plan, from that by its own."""
+    return digest ^ _of_cut(kind, plan) ^ _of_cut(kind, other)
+
+
+@lru_cache(maxsize=4096)
+def _of_cut(kind: int, plan: ImagePlan) -> np.ndarray:
+    cut = json.dumps([kind, plan.wire, [astuple(view) for view in plan.views]])
+    return np.frombuffer(blake2b(cut.encode(), digest_size=16).digest(), dtype="<i8").astype(np.int64)
 
 
 def checkpoint_id(folder: Path) -> bytes:

@@ -164,7 +164,7 @@ class Preprocessor:
         """Raises InvalidRequest for a picture that cannot be decoded."""
         pictures, prompt, plans = planned.pictures, planned.prompt, planned.plans
         digests = [
-            digest(picture.data, picture.kind, picture.plan, self._digest_settings, self.checkpoint)
+            digest(picture.data, picture.kind, picture.plan, self._settings_of(picture.plan), self.checkpoint)
             for picture in pictures
         ]
         return Prepared(
@@ -227,8 +227,16 @@ class Preprocessor:
                 data, header = np.frombuffer(picture.data, dtype=np.uint8), picture.header
                 out[:] = EncodedPicture(data, header.width, header.height, header.orientation).framed()
                 continue
-            views = picture.plan.views
-            enough = max(view.width for view in views), max(view.height for view in views)
-            decoded = decode(picture.data, self.limits, f"image {index}", enough if self._mode.reduced else None)
+            decoded = decode(picture.data, self.limits, f"image {index}", self._enough(picture.plan))
             self.family.cut(decoded, picture.plan, self._mode.resize, out)
         return pixels
+
+    def _enough(self, plan: ImagePlan) -> tuple[int, int] | None:
+        """Width and height of which a decoded picture need have no more; None for all of them."""
+        if not self._mode.reduced:
+            return None
+        return max(view.width for view in plan.views), max(view.height for view in plan.views)
+
+    def _settings_of(self, plan: ImagePlan) -> str:
+        """Of a digest: all that changes pixels beside the file and its cut, by which a part's own would follow."""
+        return f"{self._digest_settings}, decoded for {self._enough(plan)}"

@@ -202,7 +202,8 @@ class VisionEncoder:
         for number, item in enumerate(items):
             pictures = self.pictures(item)
             cost += _cost(pictures)
-            new = all(picture.pixels is not None and picture.key not in self.cache for picture in pictures)
+            known = any(key in self.cache for picture in pictures for key in (picture.key, picture.last_key))
+            new = not known and all(picture.pixels is not None for picture in pictures)
             if not pictures or cost > self.runner.beside or not new:
                 return number
         return len(items)
@@ -236,6 +237,8 @@ class VisionEncoder:
         """Gives pictures their rows that were seen before."""
         for picture in known:
             picture.rows = self.cache.get(picture.key)
+            if picture.rows is None and self.runner.tower.splits:
+                picture.last_rows = self.cache.get(picture.last_key)
         return _finished(waiting)
 
     def _joined(self, batch: Batch) -> Pixels:
@@ -262,8 +265,8 @@ class VisionEncoder:
         pieces = rows.split([picture.rows_of(units) for picture, units in readable])
         for (picture, units), piece in zip(readable, pieces, strict=True):
             picture.parts.append(piece)
-            if units.stop == picture.plan.cost:
-                picture.rows = _whole(picture.parts)
+            if units.stop == picture.units:
+                picture.rows = _whole(picture.parts + ([] if picture.last_rows is None else [picture.last_rows]))
                 self.computed += 1
                 picture.parts, picture.pixels = [], None
                 self.lane.in_order(partial(self.cache.put, picture.key, picture.rows), picture.rows)
@@ -308,9 +311,9 @@ def _batches(pictures: list[Picture], size: int, splits: bool) -> Iterator[Batch
     which fills a GPU: large pictures gain little by company, and the first rows of a few should not wait for the last.
     """
     batch: Batch = []
-    left, room = _cost(pictures), 0
+    left, room = sum(picture.units for picture in pictures), 0
     for picture in pictures:
-        cost, start = picture.plan.cost, 0
+        cost, start = picture.units, 0
         while start < cost:
             if room <= 0 or (batch and not splits and cost > room):
                 if batch:

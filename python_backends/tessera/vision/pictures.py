@@ -19,7 +19,15 @@ import torch
 from torch.nn.functional import interpolate
 
 from tessera.errors import ConfigError, InvalidRequest
-from tessera.models.family import KIND_ENCODED, KIND_PIXELS, EncodedPicture, ImagePlan, ModelFamily, View
+from tessera.models.family import (
+    KIND_ENCODED,
+    KIND_PIXELS,
+    EncodedPicture,
+    ImagePlan,
+    ModelFamily,
+    View,
+    cut_otherwise,
+)
 
 DECODING_BYTES = 2 << 30  # of a GPU's memory
 _PLAN_LENGTH = 4  # kind and t, h, w
@@ -43,7 +51,8 @@ class Picture:
     """One picture on its way, with its ``pixels``, or ``encoded`` until they are needed.
 
     ``rows`` [tokens, hidden] once they are known, until then in ``parts`` of several forwards, or the ``error`` why
-    they never will be: InvalidRequest where the file is at fault.
+    they never will be: InvalidRequest where the file is at fault. ``last_key``: of the picture that is this one's last
+    unit; ``last_rows``: its rows, if they were known.
     """
 
     key: Hashable
@@ -54,6 +63,13 @@ class Picture:
     parts: list[torch.Tensor] = field(default_factory=list)
     rows: torch.Tensor | None = None
     error: Exception | None = None
+    last_key: Hashable = None
+    last_rows: torch.Tensor | None = None
+
+    @property
+    def units(self) -> int:
+        """How many of its units are to be computed, the first ones."""
+        return self.plan.cost - (self.last_rows is not None)
 
     @property
     def undecoded(self) -> bool:
@@ -96,9 +112,9 @@ def pictures_of(item: VisionItem, family: ModelFamily, decoder: GpuDecoder | Non
     """
     if item.plan.size % _PLAN_LENGTH:
         raise InvalidRequest(f"PLAN has {item.plan.size} values; it needs {_PLAN_LENGTH} for each picture")
-    plans, digests = item.plan.reshape(-1, _PLAN_LENGTH).tolist(), item.digest.tolist()
-    if len(digests) != 2 * len(plans):
-        raise InvalidRequest(f"DIGEST has {len(digests)} values for {len(plans)} pictures; it needs 2 each")
+    plans = item.plan.reshape(-1, _PLAN_LENGTH).tolist()
+    if item.digest.size != 2 * len(plans):
+        raise InvalidRequest(f"DIGEST has {item.digest.size} values for {len(plans)} pictures; it needs 2 each")
     pictures, start = [], 0
     for number, (kind, t, h, w) in enumerate(plans):
         name = f"picture {number}"
@@ -106,7 +122,10 @@ def pictures_of(item: VisionItem, family: ModelFamily, decoder: GpuDecoder | Non
             plan = family.plan_of((t, h, w))
         except InvalidRequest as error:
             raise InvalidRequest(f"{name}: {error}") from None
-        picture = Picture((*digests[2 * number : 2 * number + 2], kind, t, h, w), (t, h, w), plan)
+        digest = item.digest[2 * number : 2 * number + 2]
+        picture = Picture((*digest.tolist(), kind, t, h, w), (t, h, w), plan)
+        if last := family.last_part(plan):
+            picture.last_key = (*cut_otherwise(digest, kind, plan, last).tolist(), kind, *last.wire)
         if kind == KIND_ENCODED:
             if decoder is None:
                 raise InvalidRequest(

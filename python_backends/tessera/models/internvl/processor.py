@@ -132,6 +132,10 @@ class InternVL(ModelFamily):
             raise InvalidRequest(f"{tiles} tiles are not a grid of {columns}x{rows} with or without a thumbnail")
         return self._plan(rows, columns, thumbnail=tiles > rows * columns)
 
+    def last_part(self, plan: ImagePlan) -> ImagePlan | None:
+        tiles, rows, columns = plan.wire
+        return self._plan(1, 1, thumbnail=False) if tiles > rows * columns else None
+
     def _plan(self, rows: int, columns: int, thumbnail: bool) -> ImagePlan:
         """The grid's tiles row by row, then the thumbnail, if there is one."""
         side = self.tile
