@@ -1,6 +1,8 @@
-"""Our VlmClient beside mineru-vl-utils' http-client: the same question must be the same request to the server."""
+"""Our VlmClient beside mineru-vl-utils' http-client: the same question must be the same request to the server, to the
+pixel."""
 
 import asyncio
+import io
 import json
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from clients.fake_transport import FakeTransport, final
 from documents.document_reader import BOXES, DocumentReader, picture
@@ -16,6 +19,7 @@ from mineru_vl_utils import MinerUClient, MinerUSamplingParams
 from mineru_vl_utils.mineru_client import DEFAULT_SAMPLING_PARAMS
 from mineru_vl_utils.vlm_client import RequestError, SamplingParams, UnsupportedError
 from mineru_vl_utils.vlm_client.http_client import HttpVlmClient
+from PIL import Image
 
 from tessera_client import ConnectionFailed, Retry
 from tessera_client.messages import Request
@@ -40,7 +44,8 @@ def question(request: Request) -> dict[str, Any]:
     return {
         "messages": json.loads(request.messages or ""),
         "sampling": json.loads(request.sampling or ""),
-        "rest": (request.text, request.images, request.stream, request.exclude_input),
+        "pictures": [np.asarray(Image.open(io.BytesIO(each))).tolist() for each in request.images],
+        "rest": (request.text, request.stream, request.exclude_input),
     }
 
 
