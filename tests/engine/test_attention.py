@@ -48,6 +48,7 @@ BATCHES = {
     "decodes": [(5, 1), (0, 1), (17, 1)],
     "prompts": [(0, 7), (0, 12)],
     "pieces": [(4, 5), (8, 8), (3, 2)],
+    "drafts": [(9, 5), (7, 6), (20, 7), (3, 1)],
     "mixed": [(9, 1), (31, 1), (0, 6), (6, 7)],
 }
 
@@ -77,7 +78,7 @@ def test_rows_of_one_sequence_are_attended_as_if_each_stood_alone(samples):
     last = table.last(np.array(samples))
     rows, singles = torch.from_numpy(last.row), table.singles(last)
     together = step_of(backend, singles, slots, rows)
-    assert len(together.plan.pieces) == sum(count > 1 for count in samples)
+    assert sum(len(group.rows) for group in together.plan) == sum(map(bool, samples))
     found = backend.attend(0, qkv, together)
     for at in range(len(rows)):
         columns = (singles.row[:1], singles.count[:1], singles.context[at : at + 1], singles.blocks[at : at + 1])

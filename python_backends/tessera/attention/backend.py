@@ -118,6 +118,10 @@ class SpanTable:
     context: np.ndarray
     blocks: np.ndarray
 
+    @property
+    def columns(self) -> tuple[np.ndarray, ...]:
+        return self.row, self.count, self.context, self.blocks
+
     def last(self, samples: np.ndarray) -> LastQueries:
         """Of each sequence the last ``samples`` (int64 [s]) queries, in their order."""
         sequence = np.repeat(np.arange(len(samples)), samples)

@@ -1,4 +1,5 @@
-"""torch's scaled_dot_product_attention over gathered blocks: one call for all single queries, one a prompt piece."""
+"""torch's scaled_dot_product_attention over gathered blocks: one call for sequences of about one length, one a prompt
+piece."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 from tessera.attention.backend import AttentionBackend, SpanTable, slots_of
 from tessera.kernels.transfer import to_device
 
+_FEW = 16  # queries of a sequence
+
 
 @dataclass(frozen=True)
 class _Piece:
@@ -23,48 +26,51 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """Packed rows of the s queries that stand alone, their slots [s * length] and mask [s, 1, 1, length]; pieces."""
+class _Group:
+    """Sequences with few queries, s of them, whose last query and last position fill them up to equal lengths.
 
-    singles: slice | torch.Tensor
+    ``rows`` int64 [s, queries]: packed ones; ``slots`` [s * length]; ``mask`` [s, 1, queries * group, length] for the
+    heads that share a key head, None where all is seen; ``kept``: which of the s * queries fill nothing up, and
+    ``places``, where these stand in the packed rows.
+    """
+
+    rows: torch.Tensor
     slots: torch.Tensor
-    mask: torch.Tensor
-    pieces: list[_Piece]
+    mask: torch.Tensor | None
+    kept: torch.Tensor | slice
+    places: torch.Tensor
 
 
 class SdpaBackend(AttentionBackend):
     """The default on the CPU. A group of query heads shares its key head as several queries of one head."""
 
-    def plan(self, table: SpanTable) -> _Plan:
+    def plan(self, table: SpanTable) -> list[_Group | _Piece]:
         table = _joined(table)
-        alone, size = table.count == 1, self.storage.block_size
-        context = table.context[alone, None]
-        # Behind a context the last position is read again, and masked: what lies there may be NaN.
-        positions = np.arange(context.max(initial=0))[None]
-        seen = np.minimum(positions, context - 1)
-        slots = slots_of(table.blocks[alone], seen, size)
-        columns = (table.row, table.count, table.context, table.blocks)
-        pieces = [self._piece(*line) for line in zip(*(column[~alone] for column in columns))]
-        bias = self._bias(positions >= context)[:, None, None]
-        first = alone[: len(context)].all()  # as mostly
-        singles = slice(len(context)) if first else to_device(table.row[alone], self.storage.device)
-        return _Plan(singles, to_device(slots.reshape(-1), self.storage.device), bias, pieces)
+        few = (table.count < table.context) & (table.count <= _FEW)
+        pieces = [self._piece(*line) for line in zip(*(column[~few] for column in table.columns))]
+        # Within a power of two: a page's layout, say, is read beside short blocks.
+        alike = np.frexp(table.count)[1] * 64 + np.frexp(table.context)[1]
+        groups = [self._group(*(column[few & (alike == kind)] for column in table.columns)) for kind in {*alike[few]}]
+        return [*groups, *pieces]
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if len(plan.mask):
-            out[plan.singles] = self._attend_singles(layer, q[plan.singles], plan)
-        for piece in plan.pieces:
-            out[piece.rows] = self._attend_piece(layer, q[piece.rows], k, v, piece)
+        for part in plan:
+            if isinstance(part, _Group):
+                out.index_copy_(0, part.places, self._attend_group(layer, q, part))
+            else:
+                out[part.rows] = self._attend_piece(layer, q[part.rows], k, v, part)
         return out
 
-    def _attend_singles(self, layer: int, q: torch.Tensor, plan: _Plan) -> torch.Tensor:
-        kv_heads, head_dim = self.shape.kv_heads, self.shape.head_dim
-        shape = (len(q), -1, kv_heads, head_dim)
-        keys, values = (part.view(shape).transpose(1, 2) for part in self.storage.read(layer, plan.slots))
-        grouped = q.view(len(q), kv_heads, -1, head_dim)
-        attended = F.scaled_dot_product_attention(grouped, keys, values, plan.mask, scale=self.scale)
-        return attended.reshape(q.shape)
+    def _attend_group(self, layer: int, q: torch.Tensor, group: _Group) -> torch.Tensor:
+        (count, queries), (kv_heads, head_dim) = group.rows.shape, (self.shape.kv_heads, self.shape.head_dim)
+        keys, values = (
+            part.view(count, -1, kv_heads, head_dim).transpose(1, 2) for part in self.storage.read(layer, group.slots)
+        )
+        grouped = q.index_select(0, group.rows.view(-1)).view(count, queries, kv_heads, -1, head_dim).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(grouped.flatten(2, 3), keys, values, group.mask, scale=self.scale)
+        rows = attended.view(grouped.shape).transpose(1, 2).reshape(-1, *q.shape[1:])
+        return rows[group.kept]
 
     def _attend_piece(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: _Piece
@@ -79,6 +85,19 @@ class SdpaBackend(AttentionBackend):
             q, keys, values, piece.mask, is_causal=causal, scale=self.scale, enable_gqa=True
         )
         return attended[0].transpose(0, 1)
+
+    def _group(self, row: np.ndarray, count: np.ndarray, context: np.ndarray, blocks: np.ndarray) -> _Group:
+        device, place = self.storage.device, np.arange(count.max())
+        query, positions = np.minimum(place, count[:, None] - 1), np.arange(context.max())
+        # Behind a context the last position is read again, and masked: what lies there may be NaN.
+        slots = slots_of(blocks, np.minimum(positions, context[:, None] - 1), self.storage.block_size)
+        unseen = positions > ((context - count)[:, None] + query)[:, :, None]
+        mask, real = None, (place < count[:, None]).reshape(-1)
+        if unseen.any():
+            mask = self._bias(unseen)[:, None].repeat_interleave(self.shape.heads // self.shape.kv_heads, 2)
+        rows = to_device(row[:, None] + query, device)
+        kept = slice(None) if real.all() else to_device(real.nonzero()[0], device)
+        return _Group(rows, to_device(slots.reshape(-1), device), mask, kept, rows.view(-1)[kept])
 
     def _piece(self, row: int, count: int, context: int, blocks: np.ndarray) -> _Piece:
         rows = slice(int(row), int(row + count))

@@ -50,26 +50,27 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
 
 def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: torch.Tensor) -> torch.Tensor:
     """logits of any float dtype [m, vocabulary] -> float32, changed for ``rows`` by their ``lines``."""
-    places, slots, lengths = rows[:3, :, None]
-    prompts, sizes = lines.facts[:, slots]
-    repetition, frequency, presence = lines.amounts[:, slots]
-    at = torch.arange(int(lengths.max()), device=logits.device)
-    held = lines.tokens[slots[:, 0], : len(at)].long()
-    scores = logits.to(torch.float32, copy=True)
+    scores, nobody = logits.to(torch.float32, copy=True), logits.shape[1]
+    rows = rows[:, rows[2] > 0]  # of the others, which may fill up a graph's, nothing is known
+    places, slots, lengths = rows[:3]
+    (prompts, sizes), lengths = lines.facts[:, slots, None], lengths[:, None]
+    repetition, frequency, presence = lines.amounts[:, slots, None]
+    at = torch.arange(int(lengths.amax()) if len(lengths) else 0, device=logits.device)
+    held = lines.tokens[slots, : len(at)].long()
     known = (held >= 0) & (at < lengths)
-    row, place = known.nonzero().unbind(1)
-    index = places[row, 0], held[row, place]
-    answered = (known & (at >= prompts))[row, place].int()
-    counts = torch.zeros_like(scores, dtype=torch.int32).index_put_(index, answered, accumulate=True)[index]
-    values = scores[index]
-    values = torch.where(values < 0, values * repetition[row, 0], values / repetition[row, 0])
-    values -= frequency[row, 0] * counts
-    values -= torch.where(counts > 0, presence[row, 0], 0.0)
-    scores[index] = values  # a token's places all hold the same value
-    echoes = _echoes(lines, rows).gather(1, (lengths - 1 - at).clamp(min=0))
-    row, place = (known & (sizes > 0) & (echoes >= sizes - 1)).nonzero().unbind(1)
-    scores[places[row, 0], held[row, place]] = torch.finfo(torch.float32).min
-    return scores
+    index = held.where(known, nobody)  # a column behind all takes what is none
+    changed = F.pad(scores[places], (0, 1))
+    counts = torch.zeros_like(changed).scatter_add_(1, index, (at >= prompts).float()).gather(1, index)
+    values = changed.gather(1, index)
+    values = torch.where(values < 0, values * repetition, values / repetition)
+    values -= frequency * counts
+    values -= torch.where(counts > 0, presence, 0.0)
+    changed.scatter_(1, index, values)  # a token's places all hold the same value
+    if ((sizes > 0) & (sizes <= lengths)).any():
+        echoes = _echoes(lines, rows).gather(1, (lengths - 1 - at).clamp(min=0))
+        ends = (sizes > 0) & (echoes >= sizes - 1)
+        changed.scatter_(1, index.where(ends, nobody), torch.finfo(torch.float32).min)
+    return scores.index_copy_(0, places, changed[:, :-1])
 
 
 def append_tokens(lines: PenaltyLines, rows: torch.Tensor, chosen: torch.Tensor) -> None:
@@ -83,13 +84,20 @@ def append_tokens(lines: PenaltyLines, rows: torch.Tensor, chosen: torch.Tensor)
 def _echoes(lines: PenaltyLines, rows: torch.Tensor) -> torch.Tensor:
     """int32 [r, longest] for the distances 1..longest, a draft's tokens among the rows' own."""
     slots, lengths, drafted = rows[1:4]
-    distance = torch.arange(1, int(lengths.max()) + 1, device=slots.device)
-    begun = (lengths - drafted)[:, None]
-    found = lines.echoes[slots, 1 : len(distance) + 1].where(distance < begun, 0)
-    for step in range(int(drafted.max())):
-        at = torch.minimum(lengths - drafted + step, lengths - 1)  # of rows with shorter drafts, which keep theirs
-        found = _longer(lines, found, slots, at).where(step < drafted[:, None], found)
-    return found
+    begun, most, drafted = lengths - drafted, int(drafted.max()), drafted[:, None]
+    distance, count = (torch.arange(1, size + 1, device=slots.device) for size in (int(lengths.max()), most))
+    known = lines.echoes[slots, 1 : len(distance) + 1].where(distance < begun[:, None], 0)
+    if not most:
+        return known
+    # Of each line once: with which of its draft's tokens the last one ends that is none at this distance.
+    line, owner = slots.unique(return_inverse=True)
+    tokens, places = lines.tokens[line], begun.new_zeros(len(line)).scatter_(0, owner, begun)[:, None] + count - 1
+    before, end = places[:, :, None] - distance, tokens.shape[1] - 1
+    earlier = tokens.gather(1, before.clamp(min=0, max=end).flatten(1)).view(before.shape)
+    same = (earlier == tokens.gather(1, places.clamp(max=end))[:, :, None]) & (before >= 0)
+    differs = count[:, None].where(~same, 0).cummax(1).values[owner, (drafted[:, 0] - 1).clamp(min=0)]
+    found = torch.where(differs > 0, drafted - differs, known + drafted)
+    return found.where(drafted > 0, known).int()
 
 
 def _longer(lines: PenaltyLines, echoes: torch.Tensor, slots: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
