@@ -14,6 +14,7 @@ from tessera.models.family import cut_otherwise
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
 from tessera.settings.stages import PreprocessSettings, VisionSettings
 from tessera.vision.encoder import VisionEncoder
+from tessera.vision.memory import DeviceStreams
 from tessera.vision.pictures import VisionItem
 
 CHECKPOINT = Path(__file__).parents[2] / "build" / "default_model" / "checkpoint"
@@ -59,6 +60,21 @@ def test_the_rows_of_a_thumbnail_are_those_of_the_first_cut(encoder: VisionEncod
     assert alone is not None and found[0] is not None and torch.equal(found[0], alone)
     (again,) = encoder.encode(items(full))  # as a whole it is known now
     assert again is not None and torch.equal(again, alone) and sum(forwards) == 20
+
+
+def test_what_is_known_in_part_does_not_run_beside_another_forward(
+    encoder: VisionEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache gives rows in the order of the others."""
+    monkeypatch.setattr(DeviceStreams, "free", False)
+    monkeypatch.setattr(encoder.runner, "beside", 8)
+    monkeypatch.setattr(encoder, "_last_cost", 16)
+    preprocessor = Preprocessor.from_checkpoint(CHECKPOINT)
+    shown = picture(450, 300)
+    (full,) = items(prepared(preprocessor, shown, name="reference"))
+    assert encoder.fit_beside([full]) == 1
+    encoder.encode(items(prepared(preprocessor, shown, max_tiles=1)))
+    assert encoder.fit_beside([full]) == 0
 
 
 @pytest.mark.parametrize(("resize", "alike"), [("reference", True), ("fast", False)])
