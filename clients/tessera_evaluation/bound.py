@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, inf, lgamma, log, log1p
 
-THRESHOLDS = (*(round(64 / 2 ** (step / 8), 4) for step in range(8 * 12 + 1)), 0.0)
+THRESHOLDS = (*(round(64 / 2 ** (step / 16), 4) for step in range(16 * 12 + 1)), 0.0)
 """Nats, from the safest on; at the last nothing is ever escalated."""
 
 

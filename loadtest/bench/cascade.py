@@ -15,7 +15,6 @@ Of the rows that `cascade_rows` keeps, on one CPU core, in a minute. `--parts`:
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from math import log
 from pathlib import Path
@@ -192,7 +191,6 @@ def false_alarms_part(known: Sequence[Pair], margin: float, runs: int) -> None:
                 audits += 1
                 watch.audited(dice.random() < plan.disagreed.limit)
             if watch.alarm:
-                print(f"a false alarm after {watch.requests} requests: {watch.alarm}", file=sys.stderr)
                 alarms, watch = alarms + 1, Watch(plan)
     about = {"requests": 100_000 * runs, "audits": audits, "alarms": alarms, "at_most": 1}
     figures.emit("cascade.false_alarms_per_100k", round(alarms / runs, 3), "alarms", **about)
@@ -211,7 +209,7 @@ def shifts_part(sets: dict[str, list[Pair]], runs: int) -> None:
             spent.append(watch.requests)
         now = [on_all(sets[name], margin) for margin in margins]
         about: dict[str, Any] = {key: round(fmean(each[key] for each in now), 4) for key in now[0]}
-        by = {words.partition(":")[0] for words in told}
+        by = {" ".join(words.split()[:2]) for words in told}
         about |= {"runs": runs, "alarms": sum(map(bool, told)), "by": sorted(by - {""}), "pictures": len(sets[name])}
         figures.emit(f"cascade.shift.{name}.alarm_requests", round(fmean(spent)), "requests", **about)
 

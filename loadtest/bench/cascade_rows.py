@@ -1,14 +1,14 @@
 """Asks the default model both ways, one tile and its own cut, and keeps a row a picture for `cascade`
-(`make bench NAME=cascade_rows`; rooms take an hour of one core, small 25 minutes, a shift four; begun again it goes on
+(`make bench NAME=cascade_rows`; rooms take 35 minutes of one core, small 12, a shift two; begun again it goes on
 from the rows that there are).
 
 The server's chain in one process: Preprocessor -> VisionEncoder (ONNX) -> Engine, float32, greedy, at most 16 tokens
 (of the 252 descriptions the first 16). Sets:
 
 - rooms: the held-out set's 4,524 pictures and questions, of which one tile is enough for nearly all;
-- small: 2,000 other held-out pictures of 1280 pixels and more. Every other one is asked whether there is a thing that
+- small: 1,200 other held-out pictures of 1280 pixels and more. Every other one is asked whether there is a thing that
   it has once, of at most 11 pixels in one tile and 34 or more in twelve; the rest, after a thing that is not there;
-- dark (40 % of the light), blurred, jpeg30: the first 500 of rooms, so changed before they are sent.
+- dark (40 % of the light), blurred, jpeg30: the first 200 of rooms, so changed before they are sent.
 
 A row: ``margin`` float16, nats, of the first cut's answer: the least gap between its tokens' log probabilities and
 those of the second best, the end included; ``tiles`` uint8, the full cut's; ``flags`` uint8: 1 both cuts gave one
@@ -44,8 +44,8 @@ SAME, FIRST_RIGHT, FULL_RIGHT, DESCRIBES = 1, 2, 4, 8
 SAMPLING = SamplingParameters(max_tokens=16, logprobs=2)
 AT_A_TIME = 16
 DTYPE = np.dtype([("margin", np.float16), ("tiles", np.uint8), ("flags", np.uint8)])
-SMALL_SEED, SMALL_PICTURES, SMALL_PIXELS = 9_000_000, 2000, 11.0
-SHIFTED_PICTURES = 500
+SMALL_SEED, SMALL_PICTURES, SMALL_PIXELS = 9_000_000, 1200, 11.0
+SHIFTED_PICTURES = 200
 
 sys.path.insert(0, str(figures.ROOT / "build" / "default_model"))
 
