@@ -32,7 +32,7 @@ from bench.drafts_exact import Case, ask_all
 from bench.replay_set import Page, ReplaySet, Request
 from tessera_documents import TesseraVlmClient
 from tessera_documents.engine import Mineru
-from tessera_documents.job import Job
+from tessera_documents.job import Job, quiet
 from tessera_documents.sources import open_document
 
 RIGHT, WRONG, NONE = "=x-"
@@ -170,7 +170,8 @@ class Parsed(NamedTuple):
 
 
 def run_parse(options: argparse.Namespace) -> None:
-    """`tessera parse` by the default document model, in turns; each turn reads other pages."""
+    """`tessera parse` by the default document model, in turns. Each turn reads other pages until all were read: then,
+    or with a smaller ``--share`` sooner, the vision stage knows their pictures, and the ratio is another one."""
     count, dealt = pages_of(options), dict[int, list[int]]()
     order, each = random.sample(range(1, count + 1), count), min(count, PAGES_A_TURN)
 
@@ -178,6 +179,7 @@ def run_parse(options: argparse.Namespace) -> None:
         first = len(dealt) * each
         return parsed(server.grpc, options.pages, dealt.setdefault(seed, sorted((order * 2)[first % count :][:each])))
 
+    quiet()
     drafts_pages.check(options.pages)
     with both(options, DOCUMENTS) as servers:
         found = turns(options, servers, {"parse": parse}, worth=lambda told: told.rate)["parse"]
