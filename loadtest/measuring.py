@@ -98,8 +98,8 @@ class Taken(NamedTuple):
 
 
 def take(asker: Asker, processes: int, gpus: Sequence[str] = (), metrics: Sequence[str] = (), least: int = 0) -> Taken:
-    """Runs one workload as :func:`drive` does, ``least`` steady answers or as many as the rule has."""
-    concurrency = asker.workload.concurrency
+    """Runs one workload as :func:`drive` does, ``least`` steady answers or as many as the rule, or it, has."""
+    concurrency, least = asker.workload.concurrency, max(least, asker.workload.least)
     taken = drive(asker.prepare, concurrency, counting.requests(concurrency, least), processes, gpus, metrics)
     about = {"seed": asker.seed, "first_picture": first_picture(asker.workload, asker.seed)}
     return taken._replace(notes=about | taken.notes)

@@ -236,7 +236,7 @@ def lasts(options: argparse.Namespace, engines: Sequence[str]) -> float:
     load = 0.0
     for workload in options.asked:
         rate = rates.get((workload.name, options.form)) or rates.get((workload.name, "bf16")) or 20.0
-        asked = counting.requests(workload.concurrency, options.least)
+        asked = counting.requests(workload.concurrency, max(options.least, workload.least))
         load += asked * (workload.tokens if workload.streamed else 1) / rate
     starts = STARTS_S[OURS] + 120.0 * len(engines)
     return options.turns * (starts + load * (1 + 1.5 * len(engines)))

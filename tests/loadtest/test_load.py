@@ -1,12 +1,15 @@
 """The command: what its figures are called, and what is in them."""
 
 from typing import Any
+from unittest import mock
 
 import load
+import measuring
 import open_loop
 import pytest
 from closed_loop import Answered
 from open_loop import Outcome
+from workloads import WORKLOADS
 
 CEILING = ["--ceiling", "--target", "openai", "--processes", "1", "--seed", "7"]
 
@@ -27,6 +30,14 @@ def test_a_workload_of_any_shape_names_the_shape_that_it_was_asked_of(emitted, s
     ours = emitted(load, *few, "--gpus", "", "--checkpoint", "loadtest/shapes/mineru25-shape")
     assert set(ours) == {f"serve.W7c.mineru25.c2.cpu.{what}" for what in ("req_s", "whole", "p99_over_p50")}
     assert all(name.startswith("openai.serve.W7c.c2.ceiling.") for name in emitted(load, *CEILING, *few))
+
+
+@pytest.mark.parametrize(("workload", "least", "requests"), [("W7b", 20, 225), ("W7b", 300, 325), ("W4b", 20, 75)])
+def test_few_callers_of_long_answers_have_the_time_to_spread(workload, least, requests, monkeypatch):
+    driven = mock.Mock(return_value=mock.Mock(notes={}))
+    monkeypatch.setattr(measuring, "drive", driven)
+    measuring.take(mock.Mock(workload=WORKLOADS[workload], seed=7), 1, least=least)
+    assert driven.call_args.args[1:3] == (10, requests)
 
 
 def test_a_sweep_is_one_figure(emitted):
