@@ -102,9 +102,9 @@ class Client:
 
 
 def png(picture: Image.Image) -> bytes:
-    """As MinerU's client encodes."""
+    """As `tessera parse` encodes, whose package is not wanted here: MinerU's client comes with it."""
     buffer = io.BytesIO()
-    picture.save(buffer, format="PNG")
+    picture.save(buffer, format="PNG", compress_level=1)
     return buffer.getvalue()
 
 

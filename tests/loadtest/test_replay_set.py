@@ -1,4 +1,4 @@
-"""A set of pages on disk, and that its crops are those of MinerU's own client, byte by byte."""
+"""A set of pages on disk, and that its crops are those of `tessera parse`, byte by byte."""
 
 import io
 import json
