@@ -19,13 +19,15 @@ PATIENCE_S = 500.0
 
 class Reply(NamedTuple):
     """A whole answer. ``first``: time.perf_counter() when its first part came, None where it was not streamed;
-    ``stages``: what the server says it spent where, in milliseconds; ``made_of``: the answers that this one sums up."""
+    ``stages``: what the server says it spent where, in milliseconds; ``made_of``: the answers that this one sums up;
+    ``kind``: which of several it was, of a load that mixes them."""
 
     first: float | None
     tokens: int
     parts: int = 1
     stages: tuple[float, ...] = ()
     made_of: tuple[Answered, ...] = ()
+    kind: str = ""
 
 
 class Answered(NamedTuple):
@@ -39,6 +41,7 @@ class Answered(NamedTuple):
     parts: int
     stages: tuple[float, ...] = ()
     made_of: tuple[Answered, ...] = ()
+    kind: str = ""
 
     @classmethod
     def of(cls, reply: Reply, began: float) -> Answered:

@@ -25,6 +25,7 @@ PROGRAMS = {
     "ladder": ("bench.ladder", "one job from the plain loop of transformers up, an optimisation a rung"),
     "tiles": ("bench.tiles", "a picture in 13 tiles down to one: requests a second, and recall beside them"),
     "cascade": ("bench.cascade", "whether a cascade's bound holds, and how soon its alarm comes"),
+    "cascade_speed": ("bench.cascade_speed", "a cascade by the share that escalates, in turns with the full cut"),
     "cascade_rows": ("bench.cascade_rows", "asks the default model both ways, for `cascade`"),
     "recall": ("bench.quality:recall_main", "the held-out set through the server"),
     "quantization": ("bench.quality:quantization_main", "what quantized weights cost in recall"),
