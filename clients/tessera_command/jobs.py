@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tessera_command.terminal import command, labels, positive, progress, sampling, supervised
+from tessera_command.terminal import Health, command, labels, positive, progress, sampling, supervised
 from tessera_wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -92,8 +92,9 @@ def _batch(options: argparse.Namespace) -> int:
         return 1
     if source.passed_over:
         say(f"passed over in {source.path}: {', '.join(source.passed_over)}")
-    print(_sentence(tally))
-    if tally.cascades and (page := supervised(options.url)) and page.alarm:
+    page = supervised(options.url) if tally.cascades else None
+    print(_sentence(tally, page))
+    if page and page.alarm:
         say(f"the server's cascade is not as planned: {page.alarm}")
     if tally.errors:
         first = f"; the first of this run: {tally.first_error}" if tally.first_error else ""
@@ -101,13 +102,15 @@ def _batch(options: argparse.Namespace) -> int:
     return 1 if tally.errors else 0
 
 
-def _sentence(tally: Tally) -> str:
+def _sentence(tally: Tally, page: Health | None) -> str:
     asked = tally.answered + tally.failed
     rate = f" in {tally.seconds:.1f} s ({tally.speed(tally.seconds)})" if asked else ""
     parts = [f"{asked} row{'s' * (asked != 1)}{rate}"]
     parts += [f"{tally.same} the same as another"] if tally.same else []
     parts += [f"{tally.kept} were there already"] if tally.kept else []
     parts += [f"{tally.escalated} of {tally.cascades} cascades escalated"] if tally.cascades else []
+    if page and page.cascade_audits:
+        parts += [f"{page.cascade_disagreements} of the server's {page.cascade_audits} audits so far disagreed"]
     return ", ".join(parts)
 
 

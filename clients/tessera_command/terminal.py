@@ -119,7 +119,8 @@ class Health:
 
     Of several servers it is the worst one's, whose name begins ``reason``; ``grpc`` and ``http`` hold their addresses
     with commas between, and a stage's name begins with its server's. ``weights`` says what each stage's are, ``alarm``
-    what is not as it was planned of a cascade.
+    what is not as it was planned of a cascade. Of its ``cascade_audits`` since the servers began, as many answers
+    differed as there are ``cascade_disagreements``.
     """
 
     state: str
@@ -131,6 +132,8 @@ class Health:
     stages: tuple[StageHealth, ...] = ()
     weights: Mapping[str, str] = field(default_factory=dict)
     alarm: str = ""
+    cascade_audits: int = 0
+    cascade_disagreements: int = 0
 
     @property
     def ready(self) -> bool:

@@ -28,7 +28,8 @@ from tessera_jobs.source import JsonLinesSource
 
 def test_rows_become_results(batch: Any, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "SYNC_S", -1)  # each result is on the disk before the next
-    page = Health("ready", "", 0, "", alarm="answers escalated: 9 of the last 90")
+    audited = {"cascade_audits": 40, "cascade_disagreements": 2}
+    page = Health("ready", "", 0, "", alarm="answers escalated: 9 of the last 90", **audited)
     monkeypatch.setattr(jobs, "supervised", lambda url: page)
     (tmp_path / "a.jpg").write_bytes(b"jpeg")
     rows = write_rows(
@@ -53,7 +54,8 @@ def test_rows_become_results(batch: Any, tmp_path: Path, capsys: Capture, monkey
     assert three["logprobs"] == [1] and "cascade" not in three
     assert two["cascade"] == {"margin": 0.5, "escalated": True}
     shown = capsys.readouterr()
-    assert shown.out.startswith("3 rows in ") and shown.out.endswith(", 1 of 1 cascades escalated\n")
+    told = ", 1 of 1 cascades escalated, 2 of the server's 40 audits so far disagreed\n"
+    assert shown.out.startswith("3 rows in ") and shown.out.endswith(told)
     rates = [float(rate) for rate in re.findall(r"([\d.]+) pictures/s", shown.err + shown.out)]
     assert len(rates) >= 2 and all(0 < rate < 1e6 for rate in rates)  # of some milliseconds
     assert "passed over in" in shown.err and "room\n" in shown.err

@@ -87,14 +87,14 @@ def test_a_stage_that_answers_with_errors_is_dead_after_the_same_time(stage: Sta
     assert stage.pings == 4  # each took a quarter of a second
 
 
-def test_what_a_stage_says_in_answer_to_its_ping_is_the_alarm(stage: Stage, pinger: Pinger) -> None:
-    said = 'answers escalated: 9 of "10"'
-    stage.answer = b'data: {"cascade":%s,"model_name":"language_model"}\n\n' % json.dumps(said).encode()
-    assert pinger.alarm == ""
+def test_what_a_stage_says_of_a_cascade_in_answer_to_its_ping_is_kept(stage: Stage, pinger: Pinger) -> None:
+    said = {"alarm": 'answers escalated: 9 of "10"', "cascade_audits": 3}
+    stage.answer = b'data: {"cascade":%s,"model_name":"language_model"}\n\n' % json.dumps(json.dumps(said)).encode()
+    assert pinger.cascade == {}
     pinger.start()
-    wait_until(lambda: pinger.alarm == said, PATIENCE_S)
+    wait_until(lambda: pinger.cascade == said, PATIENCE_S)
     stage.answer = b'data: {"cascade":"","model_name":"language_model"}\n\n'
-    wait_until(lambda: pinger.alarm == "", PATIENCE_S)
+    wait_until(lambda: pinger.cascade == {}, PATIENCE_S)
 
 
 def test_a_stage_at_work_is_alive_though_its_ping_waits_in_the_queue(stage: Stage, pinger: Pinger) -> None:
@@ -181,8 +181,12 @@ def test_several_servers_are_ready_when_each_is_and_the_page_names_the_one_that_
     assert [each["state"] for each in own.values()] == ["ready", "restarting"] and "stages" not in own["gpu0"]
     worse = service_page({"gpu0": page_of(0, "failed", "llm died too often"), "gpu1": page_of(1, "restarting", **died)})
     assert worse["reason"] == "gpu0: llm died too often"
-    alarmed = service_page({"gpu0": page_of(0), "gpu1": page_of(1) | {"alarm": "answers escalated"}})
-    assert alarmed["alarm"] == "gpu1: answers escalated" and alarmed["state"] == "ready"
+    told = {"cascade_audits": 4, "cascade_disagreements": 1}
+    watched = {"gpu0": page_of(0) | {"cascade_audits": 3}, "gpu1": page_of(1) | told | {"alarm": "answers escalated"}}
+    with health_port(lambda: service_page(watched), "127.0.0.1", 0) as url:
+        alarmed = client_side.ask(url)
+    assert alarmed is not None and alarmed.alarm == "gpu1: answers escalated" and alarmed.state == "ready"
+    assert (alarmed.cascade_audits, alarmed.cascade_disagreements) == (7, 1)
     with health_port(lambda: page, "127.0.0.1", 0) as url:
         seen = client_side.ask(url)
     assert seen is not None and not seen.ready and seen.reason == "gpu1: llm died" and seen.restarts == 1

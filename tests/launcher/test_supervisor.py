@@ -63,7 +63,8 @@ class Run:
         self.lines: list[str] = []
         self.pauses: list[float] = []
 
-        pinger = Mock(failure=lambda: None, last=lambda stage: (None, None))
+        watched = {"alarm": "", "cascade_audits": 3}
+        pinger = Mock(failure=lambda: None, last=lambda stage: (None, None), cascade=watched)
         pinger.start = Mock(side_effect=pings, return_value=pinger)
         self.make_pinger = lambda *_: pinger
 
@@ -98,6 +99,7 @@ def test_a_crash_loop_ends_after_growing_pauses_and_a_start_that_fails_is_part_o
     assert run.server.attempts == [3, 1, 1, 1, 1, 1]
     page = run.supervisor.report()
     assert (page["state"], page["reason"], page["restarts"]) == ("failed", reason, 5)
+    assert page["cascade_audits"] == 3 and "alarm" not in page
     assert [line for line in run.lines if "restarting" in line][1] == "port taken; restarting in 0.5 s (restart 2)"
 
 

@@ -176,6 +176,7 @@ def test_a_policy_file_is_followed_audited_and_watched(tmp_path, picture):
         page = read(metrics.metrics_url)
         assert page.get("tessera_cascade_disagreements_total", 0) == (kept.text != full.text)
         assert page["tessera_cascade_alarm"] == 0 and "alarm" not in server.health()
+        assert wait_until(lambda: server.health().get("cascade_audits") == 1, 60)
         for _ in range(40):
             assert client.ask(picture, unsure, **asked).cascade.escalated
         assert client.ask(unseen(picture), sure, **asked).cascade.escalated  # as set

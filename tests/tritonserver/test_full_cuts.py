@@ -291,6 +291,7 @@ def test_what_was_not_escalated_is_audited_when_nothing_waits(house: House) -> N
     wait_until(lambda: house.watch.audits == 2)
     told = {"cascade_audits": 2, "cascade_disagreements": 1, "cascade_alarm": 0}
     assert house.full_cuts.counts() | told == house.full_cuts.counts()
+    assert ping(house) == {"alarm": "", "cascade_audits": 2, "cascade_disagreements": 1}
 
 
 def test_few_wait_to_be_audited_and_a_picture_of_one_cut_is_by_itself(house: House) -> None:
@@ -314,25 +315,25 @@ def test_an_alarm_is_told_and_if_set_escalates_all_from_then_on(
 ) -> None:
     house.full_cuts.close()
     house.follow(0.0, escalates)
-    assert ping(house) == "" and house.full_cuts.counts()["cascade_alarm"] == 0
+    assert ping(house)["alarm"] == "" and house.full_cuts.counts()["cascade_alarm"] == 0
     while not house.watch.alarm:
         assert house.watch.requests < 100
         house.end(*house.ask(planned=True), 0.0)
     assert caplog.text.count("the cascade's plan does not hold any more: ") == 1
-    assert ping(house) == house.watch.alarm and house.full_cuts.counts()["cascade_alarm"] == 1
+    assert ping(house)["alarm"] == house.watch.alarm and house.full_cuts.counts()["cascade_alarm"] == 1
     before = len(house.line.asked)
     for planned in (True, False):
         house.end(*house.ask(planned=planned), 5.0)
     assert len(house.line.asked) - before == escalates
 
 
-def ping(house: House) -> str:
+def ping(house: House) -> Any:
     model = TritonPythonModel()
     model._full_cuts = house.full_cuts
     request = InferenceRequest([strings("PING", b"?")])
     model.execute([request])
     (answer,) = map(outputs, request.sender.responses)
-    return answer["cascade"][0].decode()
+    return json.loads(answer["cascade"][0] or "{}")
 
 
 def test_a_deployments_cascade_is_for_requests_that_say_nothing_of_cuts(backend: Any, monkeypatch: Any) -> None:

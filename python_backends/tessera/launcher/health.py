@@ -35,7 +35,7 @@ DIRECTLY.add_handler(HTTPHandler())
 
 
 # The language model's output `cascade` in an event of /generate_stream.
-ALARM = re.compile(rb'"cascade":\s*("(?:[^"\\]|\\.)*")')
+CASCADE = re.compile(rb'"cascade":\s*("(?:[^"\\]|\\.)*")')
 
 
 class NoAnswer(Exception):
@@ -73,8 +73,9 @@ class Pinger:
         self._stopped = threading.Event()
         self._answers: dict[str, tuple[float, float]] = {}
         self._failure: str | None = None
-        self.alarm = ""
-        """What a stage says in the answer to its ping is not as it was planned (docs/cascade.md)."""
+        self.cascade: dict[str, Any] = {}
+        """What a stage says in the answer to its ping of how a plan is followed: ``alarm`` (why it does not hold any
+        more), ``cascade_audits``, ``cascade_disagreements`` (docs/cascade.md)."""
 
     def start(self) -> Pinger:
         """Finds out which models take pings and begins. Raises NoAnswer if the server does not say."""
@@ -108,8 +109,8 @@ class Pinger:
                 work = self._work(ping)
                 answer = request(self.url + ping.path, self.timeout_s, ping.body)
                 alive = time.monotonic()
-                if told := ALARM.search(answer):
-                    self.alarm = json.loads(told[1])
+                if told := CASCADE.search(answer):
+                    self.cascade = json.loads(json.loads(told[1]) or "{}")
                 self._answers[ping.stage] = ((alive - asked) * 1e3, alive)
             except NoAnswer as error:
                 if self._excused(ping, error, work):
@@ -194,6 +195,9 @@ def service_page(pages: Mapping[str, Page]) -> Page:
     }
     if alarms := [f"{name}: {each['alarm']}" for name, each in pages.items() if "alarm" in each]:
         page["alarm"] = "; ".join(alarms)
+    for count in ("cascade_audits", "cascade_disagreements"):
+        if counted := sum(each.get(count, 0) for each in pages.values()):
+            page[count] = counted
     for address in ("grpc", "http", "metrics"):
         page[address] = ",".join(each[address] for each in pages.values())
     for part in ("stages", "weights"):

@@ -122,8 +122,8 @@ class Supervisor:
         dead = [name for name, stage in stages.items() if not stage["alive"]]
         if page["state"] == "ready" and dead:  # looked for twice a second; the page knows at once
             page = page | {"state": "failed", "since": now(), "reason": f"the process of {', '.join(dead)} died"}
-        if self._pinger and self._pinger.alarm:
-            page = page | {"alarm": self._pinger.alarm}
+        if self._pinger:
+            page = page | {name: told for name, told in self._pinger.cascade.items() if told}
         addresses = {"grpc": server.grpc_url, "http": server.http_url, "metrics": server.metrics_url}
         return page | addresses | {"mps": server.mps, "weights": server.weights, "stages": stages}
 

@@ -119,6 +119,14 @@ class FullCuts:
             "cascade_alarm": bool(self.alarm),
         }
 
+    def watched(self) -> str:
+        """What is told in answer to a ping: JSON of the alarm and the audits; empty where nothing is watched."""
+        if self._watching is None:
+            return ""
+        watch = self._watching.watch
+        audits = {"cascade_audits": watch.audits, "cascade_disagreements": watch.disagreements}
+        return json.dumps({"alarm": watch.alarm} | audits)
+
     def ask(self, cut: FullCut, deliver: Callable[[Any], None], fail: Callable[[Exception], Any]) -> None:
         """``deliver`` gets each response (a ModelInferResponse), then None or an error, on the outbox's threads;
         ``fail`` what it raises."""

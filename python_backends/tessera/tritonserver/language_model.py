@@ -92,7 +92,7 @@ class TritonPythonModel:
             return
         if ping is not None:
             end_process_if_lost()
-            responder.send(tensors.response([tensors.text_output("cascade", self._full_cuts.alarm)]), final=True)
+            responder.send(tensors.response([tensors.text_output("cascade", self._full_cuts.watched())]), final=True)
             return
         cancel = tensors.text(request, "CANCEL")
         if cancel is not None:
