@@ -59,7 +59,7 @@ def create_app(
     state.settings, state.began = settings, int(time.time())
     tracer = None if provider is None else provider.get_tracer("tessera")
     state.client = client or AsyncClient(settings.url, timeout=settings.timeout_s, tracer=tracer)
-    state.metrics_urls = settings.metrics_urls
+    state.metrics_urls, state.alarms = settings.metrics_urls, service.Alarms()
     state.fetcher = Fetcher(settings.fetch_from, settings.max_body_mib << 20)
     keys = read_keys(settings.keys) if settings.keys else []
     state.counters = Counters(settings.counters, settings.workers, [key.name for key in keys])

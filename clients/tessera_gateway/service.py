@@ -9,6 +9,8 @@ import ssl
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from math import inf
+from time import monotonic
 from typing import Any
 
 import httpx
@@ -26,6 +28,7 @@ MODEL_SECONDS = 1.0
 CONTEXT = re.compile(r"^tessera_max_model_len(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 ALARM = re.compile(r"^tessera_cascade_alarm(?:\{[^}]*\})? 1", re.MULTILINE)
+ALARM_SECONDS = 0.5  # for an answer, so that a probe of /health has its own in a second
 
 router = APIRouter()
 
@@ -68,8 +71,7 @@ async def health(request: Request) -> JSONResponse:
     """200 when every server takes requests, else 503; and what is wrong with the batch folder, which questions of
     people do not need, or with a cascade's plan."""
     state = request.app.state
-    ready, pages = await asyncio.gather(state.client.ready(), metrics_pages(state.metrics_urls, MODEL_SECONDS))
-    alarms = [named(url) for url, page in pages.items() if isinstance(page, str) and ALARM.search(page)]
+    ready, alarms = await asyncio.gather(state.client.ready(), state.alarms.told(state.metrics_urls))
     troubles = {
         "batches": state.batches and state.batches.trouble,
         "cascade": alarms and f"the plan does not hold any more: {', '.join(alarms)}",
@@ -116,6 +118,25 @@ def _about(page: str | httpx.HTTPError) -> dict[str, Any]:
     if isinstance(page, httpx.HTTPError):
         return {"up": False, "problem": str(page) or type(page).__name__}
     return {"up": True, "problem": None, **numbers(page)}
+
+
+class Alarms:
+    """The servers whose cascade is not as planned, by their metrics pages: read once a second at most, however often
+    /health is asked, for which nobody needs a key."""
+
+    def __init__(self) -> None:
+        self._reading = asyncio.Lock()
+        self._read, self._found = -inf, list[str]()
+
+    async def told(self, urls: Iterable[str]) -> list[str]:
+        async with self._reading:
+            if monotonic() >= self._read + 1:
+                pages = await metrics_pages(urls, ALARM_SECONDS)
+                self._found = [
+                    named(url) for url, page in pages.items() if isinstance(page, str) and ALARM.search(page)
+                ]
+                self._read = monotonic()
+            return self._found
 
 
 async def metrics_pages(urls: Iterable[str], seconds: float) -> dict[str, str | httpx.HTTPError]:
