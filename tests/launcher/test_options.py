@@ -27,8 +27,8 @@ CPU = ServerSetup({}, [], "cpu")
 def test_the_command_line_becomes_options_and_flags(tmp_path: Path) -> None:
     argv = ["--model-repository", str(tmp_path), "--http-port", "0", "--model-config-name", "tensorrt"]
     passed_on = ["--model-control-mode=poll", "--cache-config", "local,size=1"]
-    options, gpus, supervision, own = parse([*argv, "--verbose", "--", *passed_on])
-    assert own.verbose and not own.show_settings and gpus == ()
+    options, gpus, supervision, own = parse([*argv, "--verbose", "--deterministic", "--", *passed_on])
+    assert own.verbose and not own.show_settings and gpus == () and options.settings == {"deterministic": "on"}
     assert options.http_port == 0 and options.grpc_port == 8001 and options.host == "127.0.0.1"
     assert supervision.restart and supervision.health_port == 8003
     (tmp_path / "s" / "backends").mkdir(parents=True)

@@ -15,7 +15,7 @@ from tessera.launcher.settings import INSTANCES, MB, ServerSetup, lay_out, read_
 from tessera.settings.gpu import GIB
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
-MOST = 25
+MOST = 26
 
 
 def rows(setup: ServerSetup) -> dict[str, tuple[object, str]]:
@@ -47,7 +47,7 @@ def test_each_setting_says_who_set_it(tmp_path: Path) -> None:
     [
         ({"language_model.max_sequence": "3"}, "no such setting; did you mean language_model.max_sequences"),
         ({"vision_encoder.dtype": "float16"}, "it is one for all stages: dtype"),
-        ({"xyz": "3"}, "no such setting; known are checkpoint, device"),
+        ({"xyz": "3"}, "no such setting; known are checkpoint, deterministic, device"),
         ({"language_model.max_sequences": "many"}, "max_sequences is 'many'; it must be a whole number"),
         ({"preprocess.instances": "0"}, "preprocess: instances is 0; it must be at least 1"),
         ({"gpu_memory": "1.5"}, "gpu_memory is 1.5; it must be at most 1"),
@@ -55,6 +55,8 @@ def test_each_setting_says_who_set_it(tmp_path: Path) -> None:
         ({"gpu_memory": "nan"}, "gpu_memory is nan; it must be at least 0.05"),
         ({"weights": "none"}, "weights is 'none'; it must be one of checkpoint, random"),
         ({"device": "cuda"}, "device is cuda, but (CUDA_VISIBLE_DEVICES|this machine)"),
+        ({"deterministic": "1"}, "deterministic is '1'; it must be one of off, on"),
+        ({"deterministic": "on", "vision_encoder.vision_url": "there:1"}, "deterministic .* leave vision_url out"),
     ],
 )
 def test_what_is_unknown_or_wrong_is_refused_before_the_start(given: dict[str, str], words: str) -> None:
@@ -81,6 +83,12 @@ def test_on_a_gpu_the_defaults_and_the_division_are_its_own(gpu: None, monkeypat
     assert rows(quantized)["quantization"] == ("fp8-vision", "command line")
     monkeypatch.setattr(settings, "card_bytes", lambda environment: None)
     assert set_up(REPOSITORY, None, {}, {}).division is None  # the stages find the size
+
+
+def test_what_a_deterministic_server_does_not_hold_is_refused(gpu: None) -> None:
+    for config_name, words in ((None, "does not hold on a GPU yet"), ("tensorrt", "does not")):
+        with pytest.raises(ConfigError, match=f"deterministic is on.* {words}"):
+            set_up(REPOSITORY, config_name, {}, {"deterministic": "on"})
 
 
 def test_instances_and_a_choice_of_models_are_links_to_the_repository(tmp_path: Path) -> None:

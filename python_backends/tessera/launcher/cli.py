@@ -27,7 +27,7 @@ from tessera.settings.gpu import DEFAULT_MODELS, check_gpus
 from tessera.settings.schema import QUANTIZATIONS
 from tessera_wire.command_line import Parser
 
-COMMON = ("device", "gpu_memory", "quantization")
+COMMON = ("device", "gpu_memory", "quantization", "deterministic")
 DEFAULTS = vars(ServerOptions(Path())) | vars(Supervision())
 GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[0-9A-Za-z-]+")
 
@@ -130,6 +130,8 @@ def parse(
     add("--gpu-memory", "the part of each GPU's memory that the server may use (default 0.9)", metavar="0.9")
     add("--quantization", "fp8: quantize a plain checkpoint's linear layers while loading; fp8-language, fp8-vision: "
         "one stage's alone; int8-vision: a tower's on a CPU", choices=QUANTIZATIONS)  # fmt: skip
+    add("--deterministic", "the same bits of answers and log probabilities whatever else runs (docs/determinism.md)",
+        action="store_const", const="on")  # fmt: skip
     add("--set", "any other setting, such as language_model.max_sequences=64; may be repeated", dest="settings",
         type=pair, action="append", default=[], metavar="NAME=VALUE")  # fmt: skip
     add("--show-settings", "print all settings and who set them, and end", action="store_true")

@@ -133,6 +133,8 @@ def set_up(
         values: Any = schema.read(kind, sources[stage], device, lambda: division, report)
         if configs[stage].backend == "python":  # a plan of TensorRT reads no checkpoint
             stages[stage] = values
+        elif values.deterministic:
+            raise ConfigError(f"deterministic is on, and a plan of TensorRT ({stage}) does not keep bits: turn it off")
     found["checkpoint"] = found["checkpoint"]._replace(value=checkpoint.resolve())
     if server.device == "auto":
         found["device"] = Effective("device", device, "device")

@@ -22,6 +22,7 @@ QUANTIZATIONS = {
     "int8-vision": ("int8", "checkpoint"),
 }
 """What `quantization` says -> what that is for the vision stage, and for the language model."""
+SWITCH = {"off": False, "on": True}
 
 
 @dataclass(frozen=True)

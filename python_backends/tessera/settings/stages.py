@@ -8,13 +8,14 @@ from typing import Any
 
 from tessera.errors import ConfigError
 from tessera.settings.gpu import ServerSettings
-from tessera.settings.schema import QUANTIZATIONS, Sources, check, setting, settings_of, variable
+from tessera.settings.schema import QUANTIZATIONS, SWITCH, Sources, check, setting, settings_of, variable
 from tessera_wire.command_line import nearest
 
 VISION_QUANTIZATIONS, LANGUAGE_QUANTIZATIONS = (
     {name: each[stage] for name, each in QUANTIZATIONS.items()} for stage in range(2)
 )
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+_NOT_DETERMINISTIC = "deterministic is on, and it does not hold {}: turn it off, or {}"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class EngineConfig:
     runs the weights as they are stored, "fp8" quantizes unquantized ones, all but the head's, while they are read (a
     user says it for both stages at once). ``attention``: a backend's name, or "auto". ``threads``: torch's own for its
     operations; 0 is one. ``drafts``: the most tokens that are proposed for a sequence and verified in one step; 0 none.
+    ``deterministic``: answers and log probabilities keep their bits whatever else runs (docs/determinism.md).
     """
 
     device: str = "cpu"
@@ -56,6 +58,7 @@ class EngineConfig:
     attention: str = setting("auto", settable=False)
     threads: int = setting(0, common=True, least=0)
     drafts: int = setting(0, least=0, most=15)
+    deterministic: bool = setting(False, common=True, choices=SWITCH)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -69,6 +72,8 @@ class EngineConfig:
                 f"engine: max_sequences {self.max_sequences} must stay below max_batched_tokens "
                 f"{self.max_batched_tokens}, or decodes could keep every prompt out"
             )
+        if self.deterministic and self.device != "cpu":
+            raise ConfigError("engine: " + _NOT_DETERMINISTIC.format("on a GPU yet", "set device to cpu"))
 
     @property
     def max_rows(self) -> int:
@@ -125,7 +130,7 @@ class VisionSettings:
     ``cache_bytes``: for the rows of pictures seen before. ``memory_bytes``: all that the stage holds (vision/memory.py:
     what that is); 0 bounds nothing. ``vision_url``: another server's address, whose vision stage is asked in place of
     an own one (docs/remote_vision.md). ``tile_policy``: preprocess's, which says how large a picture may be that the
-    tower takes whole; None: the checkpoint's.
+    tower takes whole; None: the checkpoint's. ``deterministic``: the engine's; a forward then has one picture or tile.
     """
 
     runner: str = setting("onnx", cuda="graph", settable=False, choices=("onnx", "torch", "graph"))
@@ -140,9 +145,15 @@ class VisionSettings:
     memory_bytes: int = setting(0, settable=False, least=0, share="vision")
     vision_url: str = setting("", divides=True)
     tile_policy: Any = None
+    deterministic: bool = setting(False, common=True, choices=SWITCH)
 
     def __post_init__(self) -> None:
         check(self, "vision_encoder")
+        if self.deterministic and self.vision_url:
+            told = _NOT_DETERMINISTIC.format("for another server's vision stage", "leave vision_url out")
+            raise ConfigError(f"vision_encoder: {told}")
+        if self.deterministic and self.device != "cpu":
+            raise ConfigError("vision_encoder: " + _NOT_DETERMINISTIC.format("on a GPU yet", "set device to cpu"))
         if self.runner == "onnx" and (self.dtype, self.device) != ("float32", "cpu"):
             raise ConfigError("the onnx runner computes in float32 on the CPU; for anything else use graph or torch")
         if self.quantization == "int8" and self.runner != "onnx":
