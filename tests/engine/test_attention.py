@@ -55,9 +55,10 @@ BATCHES = {
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("fp8", [False, True])
-def test_sdpa_is_attention_written_out(batch, fp8):
+@pytest.mark.parametrize("kind", ["sdpa", "fixed"])
+def test_it_is_attention_written_out(batch, fp8, kind):
     storage, table, slots, qkv = random_batch(1, BATCHES[batch], fp8)
-    backend = create_backend("sdpa", SHAPE, storage)
+    backend = create_backend(kind, SHAPE, storage)
     step = step_of(backend, table, slots)
     attended = backend.attend(0, qkv, step)
     heads = qkv.view(len(qkv), -1, SHAPE.head_dim)
@@ -99,7 +100,8 @@ def test_the_only_head_of_wider_rows_is_stored_in_fp8(monkeypatch):
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("fp8", [False, True])
-def test_what_others_left_in_the_cache_is_not_read(batch, fp8):
+@pytest.mark.parametrize("kind", ["sdpa", "fixed"])
+def test_what_others_left_in_the_cache_is_not_read(batch, fp8, kind):
     """NaN times a weight of 0 is NaN, so behind a context nothing may be read, not even to be masked."""
     healthy, sick = random_batch(4, BATCHES[batch], fp8), random_batch(4, BATCHES[batch], fp8)
     storage, table, _, _ = sick
@@ -110,7 +112,7 @@ def test_what_others_left_in_the_cache_is_not_read(batch, fp8):
     storage.write(0, torch.from_numpy(others), *nothing)
     results = []
     for storage, table, slots, qkv in (healthy, sick):
-        backend = create_backend("sdpa", SHAPE, storage)
+        backend = create_backend(kind, SHAPE, storage)
         results.append(backend.attend(0, qkv, step_of(backend, table, slots)))
     torch.testing.assert_close(*results, atol=0, rtol=0)
 

@@ -11,7 +11,10 @@ import torch
 from engine_fakes import EOS, ends, make_request, run, text_of, tiny_engine, tiny_model, tokens_of
 from penalties_reference import plain_answer
 
+from tessera.checkpoint.config import ExpertsConfig
+
 MODEL = tiny_model()
+EXPERTS = ExpertsConfig(4, 2, 32, True, 1, mlp_only_layers=())
 ROWS = torch.randn(3, 12, 32, generator=torch.Generator().manual_seed(4))
 STOP = (EOS, *range(0, 250, 7))  # enough that a model of random weights meets one now and then
 REGEX = "([a-f]{2,5}-){3}[0-9]{4}"
@@ -86,6 +89,52 @@ def test_every_request_is_answered_as_alone(seed):
             continue
         expected = plain_answer(plain, request, () if request.sampling.ignore_eos else STOP)
         assert said == (expected[: len(said)] if reason == "cancelled" else expected), request.sampling
+
+
+def bits_of(events, name):
+    """The tokens of an answer, and all that was reported of them: equal if every bit is."""
+    own = [event for event in events if event.request.request_id == name]
+    return [[x for event in own for x in event.token_ids], [x for event in own for x in event.logprobs or []]]
+
+
+def differences(seed, deterministic):
+    """How many requests of a mix are answered with other bits than alone."""
+    dice = random.Random(seed)
+    model = MODEL if seed % 2 else tiny_model(architecture="Qwen3MoeForCausalLM", experts=EXPERTS)
+    same = dict(deterministic=deterministic, kv_cache_dtype=dice.choice(["auto", "fp8"]), eos=STOP)
+    engine = tiny_engine(
+        model,
+        block_size=dice.choice([4, 7, 16]),
+        kv_cache_bytes=dice.choice([30, 60]) * BLOCK,
+        max_batched_tokens=dice.choice([17, 60, 512]),
+        max_sequences=dice.choice([3, 16]),
+        drafts=dice.choice([0, 4]),
+        **same,
+    )
+    pools = [{}, {"draft_pool": "all"}] if engine._config.drafts else [{}]
+    made = [requests(12, **chosen(dice), **dice.choice(pools))[number] for number in range(12)]
+    made = [replace(each, sampling=replace(each.sampling, seed=7, logprobs=5)) for each in made]
+    events, waiting = [], list(made)
+    while waiting or engine.has_work():
+        for request in [waiting.pop() for _ in range(min(len(waiting), dice.randrange(4)))]:
+            engine.submit(request)
+        if dice.random() < 0.05:
+            engine.cancel(dice.choice(made).number)
+        events += engine.step()
+    alone, found = tiny_engine(model, prefix_cache="off", **same), 0
+    for request in made:
+        alone.submit(replace(request, number=-1 - request.number))
+        expected, said = bits_of(run(alone), request.request_id), bits_of(events, request.request_id)
+        if ends(events)[request.request_id] == "cancelled":
+            expected = [whole[: len(part)] for whole, part in zip(expected, said)]
+        found += said != expected
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_deterministic_answer_has_the_bits_of_one_that_was_alone(seed):
+    """Whatever shares its steps and the pool, whatever is drafted, cut into chunks, cached, preempted or ended."""
+    assert differences(seed, deterministic=True) == 0 < differences(seed, deterministic=False)
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,13 @@ def test_a_tower_that_needs_a_picture_whole_gets_it_whole():
     assert encoder(7, runner=TileRunner(splits=False), largest_picture=6).encode([item(list(range(2, 9)))])
 
 
+@pytest.mark.parametrize(("splits", "forwards"), [(True, [1] * 5), (False, [3, 2])])
+def test_each_tile_or_whole_picture_may_have_a_forward_for_itself(splits, forwards):
+    vision = encoder(16, runner=TileRunner(splits), alone=True)
+    assert [tiles_of(rows) for rows in vision.encode([item([1, 2, 3], [4, 5])])] == [[1, 2, 3, 4, 5]]
+    assert vision.runner.batches == forwards
+
+
 def test_large_pictures_that_stay_whole_do_not_wait_for_more_than_half_of_the_others():
     """Down to a quarter of a forward's 16."""
     vision = encoder(16, runner=TileRunner(splits=False))

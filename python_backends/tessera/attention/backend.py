@@ -217,6 +217,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 _BACKENDS = {
+    "fixed": "tessera.attention.torch_backend:FixedBackend",
     "sdpa": "tessera.attention.torch_backend:SdpaBackend",
     "triton": "tessera.attention.triton_backend:TritonBackend",
 }

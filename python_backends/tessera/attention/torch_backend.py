@@ -1,5 +1,8 @@
 """torch's scaled_dot_product_attention over gathered blocks: one call for sequences of about one length, one a prompt
-piece."""
+piece.
+
+The same one call for each few positions of a sequence, whose bits depend on nothing but what they see.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tessera.attention.backend import AttentionBackend, SpanTable, slots_of
+from tessera.attention.backend import AttentionBackend, KvStorage, SpanTable, slots_of
 from tessera.kernels.transfer import to_device
 
 _FEW = 16  # queries of a sequence
+_TOGETHER = 8  # positions
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class SdpaBackend(AttentionBackend):
         unseen = positions > ((context - count)[:, None] + query)[:, :, None]
         mask, real = None, (place < count[:, None]).reshape(-1)
         if unseen.any():
-            mask = self._bias(unseen)[:, None].repeat_interleave(self.shape.heads // self.shape.kv_heads, 2)
+            mask = _bias(unseen, self.storage)[:, None].repeat_interleave(self.shape.heads // self.shape.kv_heads, 2)
         rows = to_device(row[:, None] + query, device)
         kept = slice(None) if real.all() else to_device(real.nonzero()[0], device)
         return _Group(rows, to_device(slots.reshape(-1), device), mask, kept, rows.view(-1)[kept])
@@ -106,12 +110,63 @@ class SdpaBackend(AttentionBackend):
         positions = np.arange(context)
         unseen = positions[None] > positions[-count:, None]
         slots = slots_of(blocks, positions, self.storage.block_size)
-        return _Piece(rows, to_device(slots, self.storage.device), self._bias(unseen))
+        return _Piece(rows, to_device(slots, self.storage.device), _bias(unseen, self.storage))
 
-    def _bias(self, unseen: np.ndarray) -> torch.Tensor:
-        """0 where a query may look, -inf elsewhere, in the model's dtype."""
-        bias = torch.zeros(unseen.shape, dtype=self.storage.dtype, device=self.storage.device)
-        return bias.masked_fill_(to_device(unseen, bias.device), float("-inf"))
+
+@dataclass(frozen=True)
+class _Span:
+    """Queries of one sequence, packed ``rows``, by _TOGETHER as their positions have it: ``places``, where they stand
+    among these; ``ends``: how many positions each few see, of which ``slots`` int64 has those of the last; ``mask``:
+    [queries * group, longest end], the last of whose columns count."""
+
+    rows: slice
+    places: slice
+    ends: range
+    slots: torch.Tensor
+    mask: torch.Tensor
+
+
+class FixedBackend(AttentionBackend):
+    """Every call has the queries of _TOGETHER positions, the first a multiple of it, and all keys up to the last one's,
+    whether these queries are wanted or not: so a query's call always has the same shapes, and the query its row."""
+
+    def plan(self, table: SpanTable) -> list[_Span]:
+        return [self._span(*line) for line in zip(*_joined(table).columns)]
+
+    def _span(self, row: int, count: int, context: int, blocks: np.ndarray) -> _Span:
+        begin = context - count
+        first = begin - begin % _TOGETHER
+        ends = range(first + _TOGETHER, context + _TOGETHER, _TOGETHER)
+        # Behind a context the last position is read again, and masked: what lies there may be NaN.
+        slots = slots_of(blocks, np.arange(ends[-1]).clip(max=context - 1), self.storage.block_size)
+        behind = np.arange(ends[-1]) - (ends[-1] - _TOGETHER)
+        query = np.arange(_TOGETHER).repeat(self.shape.heads // self.shape.kv_heads)
+        mask = _bias(behind > query[:, None], self.storage)
+        places = slice(int(begin - first), int(context - first))
+        return _Span(slice(int(row), int(row + count)), places, ends, to_device(slots, self.storage.device), mask)
+
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
+        out, (kv_heads, head_dim) = torch.empty_like(q), (self.shape.kv_heads, self.shape.head_dim)
+        for span in plan:
+            keys, values = (part.transpose(0, 1)[None] for part in self.storage.read(layer, span.slots))
+            queries = q.new_zeros((len(span.ends), _TOGETHER, *q.shape[1:]))
+            queries.flatten(0, 1)[span.places] = q[span.rows]
+            grouped = queries.view(len(queries), _TOGETHER, kv_heads, -1, head_dim).transpose(1, 2)
+            calls = [
+                F.scaled_dot_product_attention(
+                    few, keys[:, :, :end], values[:, :, :end], span.mask[:, -end:], scale=self.scale
+                )
+                for few, end in zip(grouped.flatten(2, 3)[:, None], span.ends)
+            ]
+            attended = torch.cat(calls).view(grouped.shape).transpose(1, 2)
+            out[span.rows] = attended.reshape(-1, *q.shape[1:])[span.places]
+        return out
+
+
+def _bias(unseen: np.ndarray, storage: KvStorage) -> torch.Tensor:
+    """0 where a query may look, -inf elsewhere, in the model's dtype."""
+    bias = torch.zeros(unseen.shape, dtype=storage.dtype, device=storage.device)
+    return bias.masked_fill_(to_device(unseen, bias.device), float("-inf"))
 
 
 def _joined(table: SpanTable) -> SpanTable:

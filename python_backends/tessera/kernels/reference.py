@@ -253,7 +253,7 @@ def _grouped(rows: torch.Tensor, weights: StoredWeights, bounds: torch.Tensor) -
     product = torch.empty((len(rows), experts.shape[1]), dtype=torch.float32, device=rows.device)
     for weight, (begin, end) in zip(experts, pairwise(bounds.tolist())):
         if begin < end:
-            torch.matmul(rows[begin:end].float(), weight.float().T, out=product[begin:end])
+            product[begin:end] = F.linear(rows[begin:end].float(), weight.float())
     return product
 
 

@@ -79,6 +79,7 @@ class VisionEncoder:
         weights: what the runner keeps, for people: the kind of its weights, and bytes.
         largest_picture: what one picture may cost even if a forward takes less of several.
         engine_busy: whether the language model computes most of the time, on the same device.
+        alone: each tile, or picture that is not split, has a forward for itself.
     """
 
     runner: Runner
@@ -91,6 +92,7 @@ class VisionEncoder:
     weights: tuple[str, int] = ("", 0)
     largest_picture: int = 0
     engine_busy: Callable[[], bool] = lambda: False
+    alone: bool = False
     computed: int = field(default=0, init=False)  # pictures, but for those whose rows were known
     _last_cost: int = field(default=0, init=False)  # of the last forward that was not beside another
 
@@ -137,6 +139,7 @@ class VisionEncoder:
             GpuDecoder(device) if settings.gpu_pixels else None,
             ("fp8" if in_fp8(tower) else "int8" if settings.quantization == "int8" else settings.dtype, kept),
             largest_picture,
+            alone=settings.deterministic and device == "cpu",
         )
 
     def encode(self, items: Sequence[VisionItem]) -> list[torch.Tensor | None]:
@@ -217,7 +220,8 @@ class VisionEncoder:
             yield from self._take(waiting, *self.lane.launch(partial(self._recall, waiting, known.values())))
             unknown = [picture for picture in known.values() if picture.rows is None]
             forward = self.lane.beside if beside else self.lane.forward
-            for batch in _batches(unknown, self.infer_batch_size, self.runner.tower.splits):
+            size = 1 if self.alone else self.infer_batch_size
+            for batch in _batches(unknown, size, self.runner.tower.splits):
                 pixels = None  # where some are on the device, or will be
                 if all(isinstance(picture.pixels, np.ndarray) for picture, _ in batch):
                     pixels = self._joined(batch)  # while the forward before is under way

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +19,7 @@ from tessera.engine.execution.penalties import Histories, Penalties
 from tessera.engine.execution.sampler import SampledRows, SamplingRow, greedy, sample
 from tessera.engine.execution.step_graphs import DecodeGraphs, PromptGraphs, graph_sizes, prompt_sizes
 from tessera.engine.scheduling.scheduler import ScheduledBatch
+from tessera.kernels.fixed_rows import FixedRows
 from tessera.kernels.transfer import Moment, to_device
 from tessera.linear.quantization import scheme_selector, stored_modules
 from tessera.linear.tuning import tune
@@ -40,8 +42,15 @@ class ModelRunner:
     steps that were measured before any request came.
     """
 
-    def __init__(self, model: Qwen2, attention: AttentionBackend, max_sequences: int, max_rows: int) -> None:
-        """``max_rows``: tokens that a step may choose."""
+    def __init__(
+        self,
+        model: Qwen2,
+        attention: AttentionBackend,
+        max_sequences: int,
+        max_rows: int,
+        products: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        """``max_rows``: tokens that a step may choose; ``products``: what is entered while a step runs."""
         weight = model.embedding.get_buffer("weight")
         self.vocab_size = model.config.vocab_size
         self.hidden_size = model.config.row_size
@@ -54,6 +63,7 @@ class ModelRunner:
         self.step_times: list[tuple[int, int]] = []
         self._model = model
         self._attention = attention
+        self._products = products or nullcontext()
         self._dtype = weight.dtype
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
@@ -72,11 +82,12 @@ class ModelRunner:
         heads = model.heads
         block = (config.block_size, heads.kv_heads, heads.head_dim)
         layers, fp8 = len(model.layers), config.kv_cache_dtype == "fp8"
+        fixed = config.deterministic and weight.device.type == "cpu"
 
         def runner(num_blocks: int) -> ModelRunner:
             storage = KvStorage(layers, (num_blocks, *block), weight.dtype, weight.device, fp8)
-            attention = create_backend(config.attention, heads, storage)
-            return cls(model, attention, config.max_sequences, config.max_rows)
+            attention = create_backend("fixed" if fixed else config.attention, heads, storage)
+            return cls(model, attention, config.max_sequences, config.max_rows, FixedRows() if fixed else None)
 
         block_bytes = KvStorage(layers, (1, *block), weight.dtype, torch.device("meta"), fp8).nbytes
         num_blocks = count_blocks(
@@ -84,6 +95,8 @@ class ModelRunner:
         )
         _LOG.info("cache: %d blocks of %d tokens", num_blocks, config.block_size)
         whole = runner(num_blocks)
+        if fixed:  # each of its products once: what this CPU cannot hold is found out now
+            whole.logits(prompts_of(1, max_model_len, config)[0])
         if whole.async_launch:
             with torch.inference_mode():  # answers found before are read from disk
                 tune(model.places(), weight.device, config.max_batched_tokens)
@@ -133,7 +146,7 @@ class ModelRunner:
 
     def launch(self, batch: ScheduledBatch) -> SampledRows:
         """Starts the step; the result waits for its ``batch.rows`` tokens."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self._products:
             started = Moment(self._last_sampled.device)
             numbers = [sequence.request.number for sequence in batch.sampling]
             before = self._before if numbers == [*self._previous] and not batch.drafted else None
@@ -169,7 +182,7 @@ class ModelRunner:
 
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:
         """Writes the batch's keys and values; float32 [m, vocabulary] for the tokens to choose."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self._products:
             return self._forward(self._pack(batch), batch).float()
 
     def _pack(self, batch: ScheduledBatch, before: PackedBatch | None = None) -> PackedBatch:
