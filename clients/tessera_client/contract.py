@@ -73,7 +73,7 @@ def delta_from_raw(outputs: Iterable[tuple[str, bytes]]) -> Delta:
     values: dict[str, Any] = {}
     try:
         for name, data in outputs:
-            if name in ("text_output", "finish_reason", "logprobs", "choices", "cascade"):
+            if name in ("text_output", "finish_reason", "logprobs", "choices", "cascade", "fingerprint"):
                 values[name] = next(elements(data), b"").decode("utf-8", "replace")
             elif name in ("usage", "cached_tokens", "drafted_tokens"):
                 values[name] = struct.unpack(f"<{len(data) // 4}i", data)
@@ -129,6 +129,7 @@ def delta_from_json(values: Mapping[str, Any]) -> Delta:
             logprobs=json.loads(logprobs) if logprobs else None,
             choices=tuple(LabelScore(**score) for score in json.loads(choices)) if choices else None,
             cascade=Cascade(**json.loads(cascade)) if cascade else None,
+            fingerprint=values.get("fingerprint", ""),  # servers of before have none
         )
     except KeyError as error:
         raise ProtocolError(

@@ -76,7 +76,7 @@ class Delta:
 
     ``finish_reason`` is empty until the last one, which may have no text; ``usage`` and ``timings`` come with it.
     ``logprobs`` belong to this text, where they were asked for; ``choices`` come with the text that is the best one,
-    ``cascade`` with the last.
+    ``cascade`` with the last. ``fingerprint``: what answers (docs/determinism.md).
     """
 
     text: str
@@ -86,6 +86,7 @@ class Delta:
     logprobs: Any = None
     choices: tuple[LabelScore, ...] | None = None
     cascade: Cascade | None = None
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,8 @@ class Answer:
     ``choices``: each label's score, in the order given, if the question had ``choices``; ``text`` is the best label.
     ``cascade``: what became of it, if its tile policy was one.
     ``seconds`` is the whole time as this side saw it, retries included; ``attempts`` counts them. ``server``: the
-    address that answered.
+    address that answered. ``fingerprint``: the model, the code and the machine that did, and whether bits are kept
+    (docs/determinism.md).
     """
 
     text: str
@@ -111,6 +113,7 @@ class Answer:
     choices: tuple[LabelScore, ...] | None = None
     server: str = ""
     cascade: Cascade | None = None
+    fingerprint: str = ""
 
     def __str__(self) -> str:
         return self.text

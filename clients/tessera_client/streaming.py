@@ -218,6 +218,7 @@ class BaseStream(ABC):
             attempts=self._attempts,
             choices=self._last.choices,
             cascade=self._last.cascade,
+            fingerprint=self._last.fingerprint,
             server=self._server,
         )
 

@@ -122,21 +122,26 @@ class Completion:
         self.used: dict[str, Any] | None = None
         """The usage, when all is sent."""
         self._asked, self._calls = asked, calling(asked)
+        self._fingerprint: str | None = None
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The answers in one object."""
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         self.used = usage([answer.usage for answer in answers])
+        self._fingerprint = answers[0].fingerprint or None
         return self._object("chat.completion", choices) | {"usage": self.used, "tessera": extras(answers[0])}
 
     async def events(self, coming: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
         """The answers as events, of deltas that each have their answer's number."""
         readers = [self._calls.reader() for _ in range(self._asked.n or 1)]
-        for index in range(len(readers)):
-            yield self._chunk(index, {"role": "assistant", "content": ""})
         endings: dict[int, Delta] = {}
+        begun = False
         async for index, delta in coming:
+            if not begun:
+                begun, self._fingerprint = True, delta.fingerprint or None
+                for each in range(len(readers)):
+                    yield self._chunk(each, {"role": "assistant", "content": ""})
             reader = readers[index]
             reason = finish_reason(delta.finish_reason) if delta.finish_reason else None
             changes = reader.read(delta.text) + (reader.end(reason == "stop") if reason else [])
@@ -180,7 +185,7 @@ class Completion:
             "object": kind,
             "created": self._created,
             "model": self._asked.model,
-            "system_fingerprint": None,
+            "system_fingerprint": self._fingerprint,
             "choices": choices,
             # What became of the wish, as with OpenAI.
             **({"service_tier": "default"} if self._asked.service_tier else {}),

@@ -229,7 +229,7 @@ class Job:
         if (place := self._index.answers.get(half(content))) is not None:
             kept = self._lines.at(place)
             if kept["content"] == content:
-                fields = ("answer", "error", "finish_reason", "choices", "logprobs", "cascade")
+                fields = ("answer", "error", "finish_reason", "choices", "logprobs", "cascade", "fingerprint")
                 same = {name: kept[name] for name in fields if name in kept}
                 self._write(row, {**same, "same_as": kept["id"]}, content)
                 return
@@ -290,6 +290,8 @@ def to_record(answer: Answer) -> dict[str, Any]:
         result["logprobs"] = answer.logprobs
     if answer.cascade is not None:
         result["cascade"] = asdict(answer.cascade)
+    if answer.fingerprint:
+        result["fingerprint"] = answer.fingerprint
     return result
 
 

@@ -9,6 +9,7 @@ finish_reason      ``stop``, ``length``, ... (not with an error)
 ..._tokens         ``prompt``, ``image`` (a part of prompt) and ``completion`` (not with an error or same_as)
 choices, logprobs  where they were asked for
 cascade            ``margin`` and ``escalated``, where the tile policy is a cascade
+fingerprint        of what answered (docs/determinism.md)
 same_as            id of the row that asked the same about the same picture, and whose answer this is
 asked, content     digests in hexadecimal: of the row as the source has it, and of question and pictures' bytes
 stat               in hexadecimal what stands for the pictures' files as they were found (not where there are none)

@@ -98,7 +98,7 @@ def write_table(results: Iterable[dict[str, Any]], out: Path, id_type: type) -> 
     counts = [(f"{kind}_tokens", arrow.int32()) for kind in ("prompt", "image", "completion")]
     texts = [(field, arrow.string()) for field in ("answer", "error", "finish_reason")]
     cascade = arrow.struct([("margin", arrow.float64()), ("escalated", arrow.bool_())])
-    last = [(field, arrow.string()) for field in ("logprobs", "asked", "content", "stat", "checkpoint")]
+    last = [(field, arrow.string()) for field in ("logprobs", "fingerprint", "asked", "content", "stat", "checkpoint")]
     decided = [("choices", arrow.list_(score)), ("cascade", cascade)]
     schema = arrow.schema([("id", name), *texts, *counts, *decided, ("same_as", name), *last])
     waiting = iter(results)

@@ -10,11 +10,12 @@ from tessera_client.transports.base import Deliver, Sent
 USAGE = Usage(10, 2, 4)
 TIMINGS = Timings(1, 2, 3, 4, 5, 6)
 SCORES = (LabelScore("yes", -0.5, 0.6065, 0.75), LabelScore("not sure", -2.5, 0.0821, 0.25))
+FINGERPRINT = "0a1b2c3d.4e5f6071.8293a4b5.deterministic"
 READY = ServerStatus(True, "2.51.0", (ModelStatus("vlm", "1", "READY"),))
 
 
 def final(text: str = "", reason: str = "stop") -> Delta:
-    return Delta(text, reason, USAGE, TIMINGS)
+    return Delta(text, reason, USAGE, TIMINGS, fingerprint=FINGERPRINT)
 
 
 class Hang:

@@ -40,7 +40,7 @@ def refuse(request, deliver, words):
 def stage(backend):
     model = TritonPythonModel()
     model._engine, model._outbox, model._hidden, model._page = Engine(), Outbox("language_model", 2), 8, None
-    model._device, model._full_cuts = "cpu", None
+    model._device, model._full_cuts, model._fingerprint = "cpu", None, ""
     yield model
     model._outbox.close()
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from clients.fake_transport import SCORES, USAGE, Hang, final
+from clients.fake_transport import FINGERPRINT, SCORES, USAGE, Hang, final
 from gateway_doubles import Asked, gateway
 from pydantic import BaseModel
 
@@ -57,7 +57,7 @@ def test_a_whole_answer() -> None:
     assert body == {
         "object": "chat.completion",
         "model": "vlm",
-        "system_fingerprint": None,
+        "system_fingerprint": FINGERPRINT,
         "choices": [choice],
         "usage": {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 12, **details},
         "tessera": {"timings": timings, "choices": [asdict(score) for score in SCORES], "image_tokens": 4},
@@ -73,8 +73,10 @@ def test_a_cascades_end_is_told() -> None:
 
 
 def test_a_streamed_answer() -> None:
-    door = gateway([Delta("ye", logprobs=[TOKEN]), Delta("s"), final(" sir", "length")])
+    first = Delta("ye", logprobs=[TOKEN], fingerprint=FINGERPRINT)
+    door = gateway([first, Delta("s"), final(" sir", "length")])
     chunks = events(door.ask(stream=True, logprobs=True))
+    assert {chunk["system_fingerprint"] for chunk in chunks} == {FINGERPRINT}
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"} and len({c["id"] for c in chunks}) == 1
     said = [{"role": "assistant", "content": ""}, *({"content": text} for text in ("ye", "s", " sir")), {}]
     assert [chunk["choices"][0]["delta"] for chunk in chunks] == said

@@ -147,7 +147,7 @@ class House:
             **{"parameters": '{"tessera-lease": "theirs", "top_k": 5}'} | about,
         )
         page: Any = SimpleNamespace(observe=lambda event: None)
-        return request, Reply(request, Responder(request), page, self.full_cuts)
+        return request, Reply(request, Responder(request), page, self.full_cuts, "")
 
     def end(self, request: InferenceRequest, reply: Reply, margin: float, reason: str = "stop") -> None:
         """The first cut's answer."""

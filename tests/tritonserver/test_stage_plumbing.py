@@ -17,9 +17,10 @@ import torch
 from fakes.backend import InferenceRequest, InferenceResponse, strings
 
 from tessera.errors import ConfigError, InvalidRequest, end_process_if_lost
-from tessera.settings.stages import VisionSettings
+from tessera.settings.stages import EngineConfig, VisionSettings
 from tessera.tritonserver import tensors
 from tessera.tritonserver.failures import error_response, log_exception
+from tessera.tritonserver.fingerprint import fingerprint
 from tessera.tritonserver.gpu_pool import answer_warm_up
 from tessera.tritonserver.metrics import Gauge, write_to_server_log
 from tessera.tritonserver.responder import Channel, Outbox, Responder
@@ -57,6 +58,28 @@ def test_settings_come_from_the_config_and_yield_to_the_environment(tmp_path, mo
     read = settings(tmp_path, {"TESSERA_DEVICE": "cuda"}).read(VisionSettings)
     assert (read.device, read.runner, read.dtype, read.infer_batch_size) == ("cuda", "graph", "bfloat16", 16)
     assert read.forward_threads == 1
+
+
+def test_a_fingerprint_changes_with_all_that_answers_depend_on(tmp_path):
+    """Only a deterministic server's with the weights themselves, which take time to read."""
+    (tmp_path / "models").mkdir()
+    (folder := tmp_path / "weights").mkdir()
+    header = (2).to_bytes(8, "little") + b"{}"
+
+    def of(content, deterministic=True, **environment):
+        (folder / "model.safetensors").write_bytes(header + content)
+        said = {f"TESSERA_{name}": value for name, value in environment.items()} | {"TESSERA_CHECKPOINT": str(folder)}
+        return fingerprint(settings(tmp_path, said), EngineConfig(deterministic=deterministic)).split(".")
+
+    first = of(b"one")
+    assert [len(part) for part in first] == [8, 8, 8, 13] and of(b"one") == first
+    assert of(b"one", LANGUAGE_MODEL_MAX_SEQUENCES="7", PREPROCESS_MAX_IMAGES="3") == first
+    changed = {"LANGUAGE_MODEL_KV_CACHE_DTYPE": "fp8", "PREPROCESS_RESIZE": "fast", "THREADS": "5"}
+    for name, value in changed.items():
+        assert [a == b for a, b in zip(of(b"one", **{name: value}), first)] == [True, True, False, True], name
+    assert [a == b for a, b in zip(of(b"two"), first)] == [False, True, True, True]
+    fast = of(b"one", deterministic=False)
+    assert fast[3] == "fast" and of(b"two", deterministic=False) == fast != of(b"three", deterministic=False)
 
 
 @pytest.mark.parametrize(

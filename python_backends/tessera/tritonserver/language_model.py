@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from tessera.tritonserver import backend, ensemble, leases, tensors
 from tessera.tritonserver.cascade import FullCut, FullCuts, Watching
 from tessera.tritonserver.engine_metrics import MetricsPage
 from tessera.tritonserver.failures import deadline_exceeded, error_response, failure
+from tessera.tritonserver.fingerprint import fingerprint
 from tessera.tritonserver.gpu_pool import answer_warm_up
 from tessera.tritonserver.leases import Leases
 from tessera.tritonserver.metrics import show_weights, write_to_server_log
@@ -63,7 +65,10 @@ class TritonPythonModel:
         # Without its engine the stage is as good as dead; as a dead process it is noticed and restarted.
         config = settings.read(EngineConfig)
         self._device = config.device
-        self._engine = EngineProcess(settings.checkpoint, config, partial(os._exit, 1))
+        with ThreadPoolExecutor(1) as beside:
+            told = beside.submit(fingerprint, settings, config)
+            self._engine = EngineProcess(settings.checkpoint, config, partial(os._exit, 1))
+        self._fingerprint = told.result()
         show_weights("language_model", self._engine.weights, self._engine.weight_bytes)
         watching = watching_of(settings, lambda: not self._engine.counts()["requests_waiting"])
         self._full_cuts = FullCuts(Line(Connection(settings.grpc_address)), self._outbox, watching)
@@ -105,7 +110,7 @@ class TritonPythonModel:
         if lease is not None:
             self._leases.open(lease, responder)
             return
-        reply = Reply(request, responder, self._page, self._full_cuts)
+        reply = Reply(request, responder, self._page, self._full_cuts, self._fingerprint)
         stream, margin = reply.stream and not reply.full_cut, reply.full_cut is not None
         whole, rows = read_request(request, stream, reply.deadline_ns, margin)
         rows = None if rows is None else unpacked(rows, self._hidden)
@@ -167,9 +172,11 @@ def read_request(
 class Reply:
     """Turns one request's token events into responses. With a ``full_cut``, into one, if it is not asked for that."""
 
-    def __init__(self, request: Any, responder: Responder, page: MetricsPage, full_cuts: FullCuts) -> None:
+    def __init__(
+        self, request: Any, responder: Responder, page: MetricsPage, full_cuts: FullCuts, fingerprint: str
+    ) -> None:
         self.responder = responder
-        self._page, self._full_cuts = page, full_cuts
+        self._page, self._full_cuts, self._fingerprint = page, full_cuts, fingerprint
         self.stream = tensors.flag(request, "stream", True)
         echo = not tensors.flag(request, "exclude_input_in_output", False)
         self._prefix = (tensors.text(request, "text_input") or "") if echo else ""
@@ -216,6 +223,7 @@ class Reply:
                 tensors.text_output("logprobs", json.dumps(entries) if entries else ""),
                 tensors.text_output("choices", json.dumps(last.choices) if last.choices else ""),
                 tensors.text_output("cascade", cascade),
+                tensors.text_output("fingerprint", self._fingerprint),
             ]
         )
         self.responder.send(response, final)

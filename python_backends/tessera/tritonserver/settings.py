@@ -75,6 +75,10 @@ class StageSettings:
         """
         return self._environment.get("TESSERA_GRPC_ADDRESS", "127.0.0.1:8001")
 
+    def sources_of(self, stage: str) -> schema.Sources:
+        """Of another stage what the environment says: none reads another's config.pbtxt."""
+        return self._sources if stage == self.stage else schema.Sources(stage, {}, self._environment)
+
     def read(self, kind: type[Settings]) -> Settings:
         """The stage's dataclass. Raises ConfigError for what it does not know, or that cannot be."""
         refuse_unknown(self._sources, kind, ServerSettings)
