@@ -142,7 +142,7 @@ def test_rows_are_gone_when_their_bytes_are_given_to_the_next_wave():
         (dict(pixels=np.zeros(13, np.uint8)), "PIXELS has 13 bytes"),
         (dict(plan=np.array([0, 1, 2], np.int32)), "PLAN has 3 values"),
         (dict(plan=np.array([1, 1, 1, 1], np.int32)), "picture 0 is encoded.* set gpu_pixels for both stages or neit"),
-        (dict(plan=np.array([2, 1, 1, 1], np.int32)), "picture 0 is of kind 2"),
+        (dict(plan=np.array([3, 1, 1, 1], np.int32)), "picture 0 is of kind 3"),
         (dict(plan=np.array([0, 1, 2, 4], np.int32)), "picture 0: 1 tiles are not a grid of 4x2"),
         (dict(plan=np.array([0, 1, -1, -1], np.int32)), "picture 0: 1 tiles"),
         (dict(digest=np.zeros(1, np.int64)), "DIGEST has 1 values"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 from tiny_qwen2_vl import QWEN2_5_VL, QWEN2_VL
@@ -92,6 +93,23 @@ def test_there_is_room_for_the_windows_of_a_strip(tower, monkeypatch):
     given = pixels([(2, 62), (2, 2)]), wires([(2, 62), (2, 2)])
     expected = tower(*given)
     torch.testing.assert_close(graphs(*given), expected, atol=2e-5 * float(expected.abs().max()), rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_pictures_of_which_some_groups_are_left_out(tower, graphs, monkeypatch):
+    """Alone among what is kept; more windows of few groups than there is room for go elsewhere."""
+    dice, kept, told = np.random.default_rng(0), [], []
+    for height, width in ((18, 20), (2, 8), (10, 12)):
+        mask = dice.random(height * width // 4) < 0.2
+        kept.append(mask)
+        told.append((1, height, width, np.packbits(mask).tobytes()))
+    given = pixels([each[1:3] for each in told])[torch.from_numpy(np.concatenate(kept))], told
+    expected = tower(*given)
+    torch.testing.assert_close(graphs(*given), expected, atol=2e-5 * float(expected.abs().max()), rtol=1e-4)
+    monkeypatch.setattr("tessera.models.qwen2_vl.patch_tower._PICTURES", 2)
+    narrow = PatchGraphs(tower, DEVICE, [128], [PLAN] * len(tower.reaches), PLAIN, lambda *_: None)
+    every_fourth = [(1, 2, 96, np.packbits(np.arange(48) % 4 == 0).tobytes())]
+    assert (narrow(pixels([(2, 24)]), every_fourth) is None) is (len(tower.reaches) > 1)
 
 
 @torch.inference_mode()

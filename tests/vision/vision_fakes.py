@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tessera.errors import InvalidRequest
-from tessera.models.family import EncodedPicture, View
+from tessera.models.family import EncodedPicture, ImagePlan, View
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.memory import EmbeddingCache
 from tessera.vision.pictures import VisionItem
@@ -27,7 +27,7 @@ class TileFamily:
         if rows < 1 or tiles != rows * columns:
             raise InvalidRequest(f"{tiles} tiles are not a grid of {columns}x{rows}")
         views = (View(columns * SIDE, rows * SIDE, (), ()),)
-        return SimpleNamespace(tokens=TOKENS * tiles, cost=tiles, views=views, pixel_bytes=tiles * SIDE * SIDE * 3)
+        return ImagePlan(TOKENS * tiles, tiles, wire, views)
 
     def last_part(self, plan):
         return None

@@ -6,7 +6,8 @@ A picture that travels as its file's bytes, for the vision stage to decode: what
 
 Tensor PLAN has four int32 for each picture: its kind, then what its family's plan is on the wire. Of kind 0 PIXELS
 holds the pixels as the family cuts them; of kind 1 a frame: the file's length in bytes (uint64), its stored width and
-height and its EXIF orientation (uint32 each, little-endian), and the file itself.
+height and its EXIF orientation (uint32 each, little-endian), and the file itself; of kind 2 which of its units are
+kept, a bit each (numpy.packbits), and the pixels of these.
 """
 
 from __future__ import annotations
@@ -54,17 +55,24 @@ class ImagePlan:
 
     ``tokens``: the rows that the vision encoder gives. ``cost``: units of the vision stage's work, such as tiles; all
     have as many bytes. ``wire``: what tensor PLAN says of the picture behind its kind. ``views``: its pixels, one after
-    the other.
+    the other. ``kept``: which of their units it still has, a bit each (numpy.packbits); None: all.
     """
 
     tokens: int
     cost: int
     wire: tuple[int, int, int]
     views: tuple[View, ...]
+    kept: bytes | None = None
 
     @property
     def pixel_bytes(self) -> int:
+        """Of all units, kept or not."""
         return 3 * sum(view.width * view.height for view in self.views)
+
+    @property
+    def told(self) -> tuple[int, int, int] | tuple[int, int, int, bytes]:
+        """What the tower is told of the picture: ``wire``, and ``kept`` where that is not all."""
+        return self.wire if self.kept is None else (*self.wire, self.kept)
 
 
 class ModelFamily(ABC):
@@ -127,6 +135,20 @@ class ModelFamily(ABC):
     def plan_of(self, wire: tuple[int, int, int]) -> ImagePlan:
         """The plan whose wire form this is. Raises InvalidRequest where there is none."""
 
+    def prunes(self, policy: Any) -> bool:
+        """Whether units of a picture may be left out by this policy, as :meth:`distinct` says."""
+        return False
+
+    def distinct(self, units: np.ndarray, plan: ImagePlan) -> np.ndarray:
+        """Which units of a picture are to be kept, bool [cost]; ``units`` uint8 [cost, bytes of each], as they are
+        cut."""
+        raise NotImplementedError
+
+    def without(self, plan: ImagePlan, kept: bytes) -> ImagePlan:
+        """The plan of a picture that has the units which are ``kept``, a bit each, of those of ``plan``. Raises
+        InvalidRequest where there can be no such plan."""
+        raise InvalidRequest(f"this model takes whole pictures, with all their {self.cost_unit}")
+
     def last_part(self, plan: ImagePlan) -> ImagePlan | None:
         """The plan of one unit whose pixels, and rows, are the last of this plan's; None where there is none."""
         return None
@@ -149,6 +171,11 @@ class ModelFamily(ABC):
             pixels = resize(picture, view.width, view.height).reshape(view.split).transpose(view.order)
             out[start : start + pixels.size].reshape(pixels.shape)[:] = pixels
             start += pixels.size
+
+
+def units_of(kept: bytes, count: int) -> np.ndarray:
+    """An ImagePlan's ``kept``, for a picture of ``count`` units, as bool [count]."""
+    return np.unpackbits(np.frombuffer(kept, np.uint8), count=count).astype(bool)
 
 
 WHOLE = 64 << 20  # bytes of a file up to which it is read whole
@@ -215,7 +242,7 @@ def _middles(header: bytes) -> list[int]:
         return []
 
 
-KIND_PIXELS, KIND_ENCODED = 0, 1
+KIND_PIXELS, KIND_ENCODED, KIND_PRUNED = 0, 1, 2
 FRAME = struct.Struct("<QIII")
 LEAST_SIDE = 8  # libjpeg spreads the chroma of narrower pictures in another way
 MOST_SIDE = 65535  # of any JPEG

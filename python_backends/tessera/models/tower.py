@@ -19,8 +19,8 @@ from tessera.models.registry import spec_of
 
 #: as a tower's ``forward``
 Forward = Callable[..., torch.Tensor]
-#: each picture's (t, h, w) of tensor PLAN
-Wires = Sequence[tuple[int, int, int]]
+#: each picture's ImagePlan.told: (t, h, w) of tensor PLAN, and the groups that are kept where some are left out
+Wires = Sequence[tuple[int, int, int] | tuple[int, int, int, bytes]]
 
 
 #: how the names of linear layers end that are parts of one here, and that one's

@@ -15,6 +15,7 @@ from tessera.models.family import (
     FRAME,
     KIND_ENCODED,
     KIND_PIXELS,
+    KIND_PRUNED,
     LEAST_SIDE,
     EncodedPicture,
     ImagePlan,
@@ -69,16 +70,20 @@ class PreprocessRequest:
 
 @dataclass(frozen=True)
 class Picture:
-    """One of a request's pictures before its pixels. ``kind``: whether they or the file itself (``data``) travel."""
+    """One of a request's pictures before its pixels. ``kind``: whether they or the file itself (``data``) travel.
+    ``wire``: what stands in PIXELS, where it is known already, since the plan depends on it."""
 
     data: bytes
     header: Header
     plan: ImagePlan
     kind: int
+    wire: np.ndarray | None = None
 
     @property
     def size(self) -> int:
         """Bytes that it takes of PIXELS."""
+        if self.wire is not None:
+            return self.wire.size
         return FRAME.size + len(self.data) if self.kind == KIND_ENCODED else self.plan.pixel_bytes
 
 
@@ -151,7 +156,8 @@ class Preprocessor:
         return self.prepare(self.plan(request))
 
     def plan(self, request: PreprocessRequest) -> Planned:
-        """Everything but the pixels, by the pictures' headers; raises as a call."""
+        """Everything but the pixels, by the pictures' headers, and of those that may be pruned the pixels too; raises
+        as a call."""
         chat = parse_chat(request.text, request.messages, len(request.images))
         images = self._encoded(chat, request.images)
         policy = self.family.policy(request.asked, self.policy, self.max_cost)
@@ -197,7 +203,23 @@ class Preprocessor:
                 f"{len(pictures)} images make {cost} {self.family.cost_unit}; the limit is {self.max_cost}. Send fewer "
                 f"images or {self.family.reduce_hint}"
             )
-        return pictures
+        return [
+            self._pruned(picture, f"image {index}") if self.family.prunes(policy) else picture
+            for index, (picture, policy) in enumerate(zip(pictures, policies))
+        ]
+
+    def _pruned(self, picture: Picture, name: str) -> Picture:
+        """Without the units that its family leaves out; with all of them it travels as it would have. Raises
+        InvalidRequest for a picture that cannot be decoded."""
+        pixels = np.empty(picture.plan.pixel_bytes, np.uint8)
+        self._cut(picture, name, pixels)
+        units = pixels.reshape(picture.plan.cost, -1)
+        kept = self.family.distinct(units, picture.plan)
+        if kept.all():
+            return picture if picture.kind == KIND_ENCODED else replace(picture, wire=pixels)
+        bits = np.packbits(kept)
+        plan = self.family.without(picture.plan, bits.tobytes())
+        return replace(picture, plan=plan, kind=KIND_PRUNED, wire=np.concatenate((bits, units[kept].ravel())))
 
     def picture(self, image: bytes, policy: Any, name: str = "image") -> Picture:
         """An encoded picture planned by its header alone. Raises InvalidRequest that calls it ``name``."""
@@ -223,13 +245,18 @@ class Preprocessor:
         for index, picture in enumerate(pictures):
             out = pixels[start : start + picture.size]
             start += picture.size
-            if picture.kind == KIND_ENCODED:
+            if picture.wire is not None:
+                out[:] = picture.wire
+            elif picture.kind == KIND_ENCODED:
                 data, header = np.frombuffer(picture.data, dtype=np.uint8), picture.header
                 out[:] = EncodedPicture(data, header.width, header.height, header.orientation).framed()
-                continue
-            decoded = decode(picture.data, self.limits, f"image {index}", self._enough(picture.plan))
-            self.family.cut(decoded, picture.plan, self._mode.resize, out)
+            else:
+                self._cut(picture, f"image {index}", out)
         return pixels
+
+    def _cut(self, picture: Picture, name: str, out: np.ndarray) -> None:
+        decoded = decode(picture.data, self.limits, name, self._enough(picture.plan))
+        self.family.cut(decoded, picture.plan, self._mode.resize, out)
 
     def _enough(self, plan: ImagePlan) -> tuple[int, int] | None:
         """Width and height of which a decoded picture need have no more; None for all of them."""

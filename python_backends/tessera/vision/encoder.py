@@ -262,7 +262,7 @@ class VisionEncoder:
         pixels = self._joined(readable) if pixels is None else pixels
         if not beside:
             self._last_cost = len(pixels)
-        wires = [] if self.runner.tower.splits else [picture.wire for picture, _ in readable]
+        wires = [] if self.runner.tower.splits else [picture.plan.told for picture, _ in readable]
         # A full forward is one of many, for which the tower needs all that the GPU has.
         with leaving_room(len(pixels) < _FULL * self.infer_batch_size and self.engine_busy()):
             rows = self.runner.run(pixels, wires)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tessera.errors import ConfigError, InvalidRequest
 from tessera.models.family import (
     KIND_ENCODED,
     KIND_PIXELS,
+    KIND_PRUNED,
     EncodedPicture,
     ImagePlan,
     ModelFamily,
@@ -38,7 +40,7 @@ Pixels = np.ndarray | torch.Tensor  # uint8 [cost, *unit_shape], on the host or 
 class VisionItem:
     """One request's pictures: uint8 pixels (flat, all pictures in order), int32 plan [4k], int64 digest [2k].
 
-    A picture of kind 1 has a frame in ``pixels`` (``models/family.py``).
+    Pictures of kinds 1 and 2 have more than pixels in ``pixels`` (``models/family.py``).
     """
 
     pixels: np.ndarray
@@ -56,7 +58,6 @@ class Picture:
     """
 
     key: Hashable
-    wire: tuple[int, int, int]
     plan: ImagePlan
     pixels: Pixels | None = None
     encoded: Undecoded | None = None
@@ -120,10 +121,13 @@ def pictures_of(item: VisionItem, family: ModelFamily, decoder: GpuDecoder | Non
         name = f"picture {number}"
         try:
             plan = family.plan_of((t, h, w))
+            if kind == KIND_PRUNED:
+                kept = item.pixels[start : start - (-plan.cost // 8)]
+                plan, start = family.without(plan, kept.tobytes()), start + kept.size
         except InvalidRequest as error:
             raise InvalidRequest(f"{name}: {error}") from None
         digest = item.digest[2 * number : 2 * number + 2]
-        picture = Picture((*digest.tolist(), kind, t, h, w), (t, h, w), plan)
+        picture = Picture((*digest.tolist(), kind, t, h, w), plan)
         if last := family.last_part(plan):
             picture.last_key = (*cut_otherwise(digest, kind, plan, last).tolist(), kind, *last.wire)
         if kind == KIND_ENCODED:
@@ -134,13 +138,15 @@ def pictures_of(item: VisionItem, family: ModelFamily, decoder: GpuDecoder | Non
             file, start = EncodedPicture.read(item.pixels, start, name)
             picture.encoded = file, plan.views
             decoder.check(picture.encoded)
-        elif kind == KIND_PIXELS:
-            pixels, start = item.pixels[start : start + plan.pixel_bytes], start + plan.pixel_bytes
-            if start <= item.pixels.size:
+        elif kind in (KIND_PIXELS, KIND_PRUNED):
+            end = start + plan.cost * prod(family.unit_shape)
+            pixels, start = item.pixels[start:end], end
+            if end <= item.pixels.size:
                 picture.pixels = pixels.reshape(plan.cost, *family.unit_shape)
         else:
             raise InvalidRequest(
-                f"{name} is of kind {kind}; known are {KIND_PIXELS} (pixels) and {KIND_ENCODED} (a file)"
+                f"{name} is of kind {kind}; known are {KIND_PIXELS} (pixels), {KIND_ENCODED} (a file) and "
+                f"{KIND_PRUNED} (some of its pixels)"
             )
         pictures.append(picture)
     if start != item.pixels.size:

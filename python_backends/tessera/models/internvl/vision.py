@@ -8,7 +8,7 @@ is a reshape.
 """
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from functools import partial
 from typing import cast
 
@@ -22,7 +22,7 @@ from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.tower_layers import ATTENTIONS, GELUS, PLAIN, Fp8Linear, TowerKernels, gpu_kernels
 from tessera.kernels.tuning import MeasuredChoices, machine_of
 from tessera.models.internvl.config import VisionConfig
-from tessera.models.tower import MLP, Forward, Tower, TowerLayer, fold_normalisation
+from tessera.models.tower import MLP, Forward, Tower, TowerLayer, Wires, fold_normalisation
 
 
 def _norm(config: VisionConfig) -> nn.Module:
@@ -122,9 +122,7 @@ class InternViT(Tower):
     def blocks(self) -> list[Layer]:
         return cast("list[Layer]", list(self.layers))
 
-    def forward(
-        self, pixels: torch.Tensor, wires: Sequence[tuple[int, int, int]] = (), kernels: TowerKernels = PLAIN
-    ) -> torch.Tensor:
+    def forward(self, pixels: torch.Tensor, wires: Wires = (), kernels: TowerKernels = PLAIN) -> torch.Tensor:
         x, update = self.embed(pixels), None
         for layer in self.blocks[: self.depth]:
             x, update = layer(x, update, kernels)

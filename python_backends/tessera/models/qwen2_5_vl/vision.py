@@ -17,6 +17,7 @@ from tessera.checkpoint.weights import Target, copy_whole
 from tessera.kernels.fp8_rows import MULTIPLE, Fp8Rows
 from tessera.kernels.tower_layers import PLAIN, TowerKernels
 from tessera.kernels.transfer import to_device
+from tessera.models.family import units_of
 from tessera.models.qwen2_vl.patch_tower import Reach
 from tessera.models.qwen2_vl.vision import EPS, Qwen2ViT
 from tessera.models.tower import Wires
@@ -70,21 +71,21 @@ class Qwen2_5ViT(Qwen2ViT):
 
     def order(self, wires: Wires, device: torch.device) -> torch.Tensor:
         orders, start = [], 0
-        for _, height, width in wires:
-            orders.append(self._windows(height, width)[0] + start)
+        for _, height, width, *kept in wires:
+            orders.append(self._windows(height, width, *kept)[0] + start)
             start += orders[-1].shape[1]
         return to_device(torch.cat(orders, dim=1), device)
 
     def lengths(self, wires: Wires) -> list[list[int]]:
-        windows = [count for _, height, width in wires for count in self._windows(height, width)[1]]
+        windows = [count for _, height, width, *kept in wires for count in self._windows(height, width, *kept)[1]]
         return [*super().lengths(wires), windows]
 
-    def grid(self, height: int, width: int) -> torch.Tensor:
-        places = super().grid(height, width).unflatten(0, (-1, self.group))
-        return places[self._windows(height, width)[0][0]].flatten(0, 1)
+    def grid(self, height: int, width: int, *kept: bytes) -> torch.Tensor:
+        places = super().grid(height, width, *kept).unflatten(0, (-1, self.group))
+        return places[self._windows(height, width, *kept)[0][0]].flatten(0, 1)
 
-    def _windows(self, height: int, width: int) -> tuple[torch.Tensor, list[int]]:
-        return _windows(height // self.merge, width // self.merge, self.window, self.group)
+    def _windows(self, height: int, width: int, *kept: bytes) -> tuple[torch.Tensor, list[int]]:
+        return _windows(height // self.merge, width // self.merge, self.window, self.group, *kept)
 
     def activation_bytes(self, cost: int, scores: bool = False) -> int:
         """As Qwen2ViT's; and beside it the pixels in the order of the windows, and that order."""
@@ -100,12 +101,17 @@ class Qwen2_5ViT(Qwen2ViT):
 
 
 @lru_cache(maxsize=32)
-def _windows(down: int, across: int, side: int, group: int) -> tuple[torch.Tensor, list[int]]:
-    """A picture of down x across groups of ``group`` patches in windows of up to ``side`` x ``side``, the larger ones
-    first: the order of its groups as Qwen2ViT.order has it, and how many patches each window has."""
+def _windows(
+    down: int, across: int, side: int, group: int, kept: bytes | None = None
+) -> tuple[torch.Tensor, list[int]]:
+    """A picture of down x across groups of ``group`` patches, of which some may be ``kept`` alone, in windows of up to
+    ``side`` x ``side``, the larger ones first: the order of its groups as Qwen2ViT.order has it, and how many patches
+    each window has."""
     row, column = torch.meshgrid(torch.arange(down) // side, torch.arange(across) // side, indexing="ij")
     window = (row * -(-across // side) + column).flatten()
+    if kept is not None:
+        window = window[torch.from_numpy(units_of(kept, len(window)))]
     counts = window.bincount()
     larger_first = counts.argsort(descending=True, stable=True)
     order = larger_first.argsort()[window].argsort(stable=True)
-    return torch.stack((order, order.argsort())), (counts[larger_first] * group).tolist()
+    return torch.stack((order, order.argsort())), (counts[larger_first][: int((counts > 0).sum())] * group).tolist()

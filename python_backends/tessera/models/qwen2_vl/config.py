@@ -104,10 +104,12 @@ class VisionConfig(PatchConfig):
 
 @dataclass(frozen=True)
 class PixelRange:
-    """How many pixels a picture has once it is resized, as far as whole groups of patches allow."""
+    """How many pixels a picture has once it is resized, as far as whole groups of patches allow; whether ``equal``
+    groups are pruned then, or all kept."""
 
     min_pixels: int
     max_pixels: int
+    prune: Literal["never", "equal"] = "never"
 
 
 def read(

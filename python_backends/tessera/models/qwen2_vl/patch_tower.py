@@ -19,6 +19,7 @@ from tessera.kernels.operands import AttentionPlan, HopperPlan, query_tiles
 from tessera.kernels.tower_attention import Attend, attention_by
 from tessera.kernels.tower_layers import PLAIN, TowerKernels
 from tessera.kernels.transfer import to_device
+from tessera.models.family import units_of
 from tessera.models.tower import Forward, Tower, Wires
 
 # Patches of the large pictures that ways of attention are measured on: 896 pixels wide and high, in patches of 14.
@@ -29,7 +30,7 @@ _LARGE = 64**2
 class Reach:
     """Which patches see each other: those of a picture, or of a part of one. ``lengths``: how many these are in some,
     the largest first, to measure ways of attention on. ``least``: beside one part for each picture, there is at most
-    one part for every ``least`` patches.
+    one part for every ``least`` patches, unless some are left out.
     """
 
     name: str
@@ -39,7 +40,8 @@ class Reach:
 
 class PatchTower(Tower):
     """uint8 groups of patches [n, merge, merge, side, side, 3] (RGB, 0..255), each picture's in reading order -> their
-    rows [n, row size] of the weights' dtype. ``wires``: (1, height, width) of each picture, in patches.
+    rows [n, row size] of the weights' dtype. ``wires``: (1, height, width) of each picture, in patches, and, where
+    not all of its groups are given, which are: each keeps its place.
 
     Attention may reach less far in some layers: then there are more ``reaches``, and the groups are in an ``order`` in
     which what sees each other lies together.
@@ -79,7 +81,7 @@ class PatchTower(Tower):
 
     def lengths(self, wires: Wires) -> list[list[int]]:
         """By reach: how many patches see each other, one after the other."""
-        return [[height * width for _, height, width in wires]]
+        return [[_patches(height, width, self.merge, *kept) for _, height, width, *kept in wires]]
 
     def squares(self, draw: Callable[[tuple[int, ...]], torch.Tensor]) -> tuple[torch.Tensor, Wires]:
         count, (merge, _, side, _, _) = math.isqrt(self.batch_unit), self.unit_shape
@@ -89,11 +91,18 @@ class PatchTower(Tower):
 
 
 @lru_cache(maxsize=32)
-def places_of(height: int, width: int, merge: int) -> torch.Tensor:
-    """Row and column of each patch of a picture of height x width patches, in the order of its groups: int32 [n, 2]."""
+def places_of(height: int, width: int, merge: int, kept: bytes | None = None) -> torch.Tensor:
+    """Row and column of each patch of a picture of height x width patches, in the order of its groups, of all or of
+    those that are ``kept``: int32 [n, 2]."""
     grid = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"), dim=-1)
-    groups = grid.view(height // merge, merge, width // merge, merge, 2).transpose(1, 2)
+    groups = grid.view(height // merge, merge, width // merge, merge, 2).transpose(1, 2).flatten(0, 1)
+    if kept is not None:
+        groups = groups[torch.from_numpy(units_of(kept, len(groups)))]
     return groups.reshape(-1, 2).to(torch.int32)
+
+
+def _patches(height: int, width: int, merge: int, kept: bytes | None = None) -> int:
+    return height * width if kept is None else merge**2 * int.from_bytes(kept, "big").bit_count()
 
 
 #: patches of a forward that is worth a graph: beyond them an H200's kernels take longer than a host's launches
@@ -105,8 +114,8 @@ class PatchGraphs:
     """A tower's forward; used by one thread at a time.
 
     ``kernels`` are those of the recorded forwards, whose attention is ours by ``plans``, one for each of the tower's
-    reaches; ``otherwise`` is the forward of more patches than the largest of ``sizes``, or of more small pictures. On
-    the CPU a replay computes.
+    reaches; ``otherwise`` is the forward of more patches than the largest of ``sizes``, or of more small pictures or
+    parts of them. On the CPU a replay computes.
     """
 
     def __init__(
@@ -131,11 +140,13 @@ class PatchGraphs:
 
     def __call__(self, pixels: torch.Tensor, wires: Wires) -> torch.Tensor:
         """Rows that are the caller's to keep."""
-        patches = len(pixels) * self._group
-        if patches > self._graphs.sizes[-1] or len(wires) > _PICTURES:
+        patches, lengths = len(pixels) * self._group, self._tower.lengths(wires)
+        if patches > self._graphs.sizes[-1]:
             return self._otherwise(pixels, wires)
         size, order = self._graphs.size_for(patches), self._tower.order(wires, pixels.device)
-        self._cut(self._tower.lengths(wires), size)
+        if any(len(each) > self._parts(reach, size) for each, (_, reach) in zip(lengths, self._reaches)):
+            return self._otherwise(pixels, wires)
+        self._cut(lengths, size)
         self._pixels[: len(pixels)].copy_(pixels if order is None else pixels[order[0]])
         for held, given in zip(self._places[size], self._tower.places(wires, pixels.device)):
             held[..., :patches, :].copy_(given)
@@ -151,7 +162,11 @@ class PatchGraphs:
 
     def _room(self, plan: AttentionPlan | HopperPlan, reach: Reach, size: int) -> int:
         """Tiles of a forward of ``size`` patches at most."""
-        return size // plan.rows + (size // reach.least if reach.least else 0) + _PICTURES + 1
+        return size // plan.rows + self._parts(reach, size) + 1
+
+    def _parts(self, reach: Reach, size: int) -> int:
+        """How many of them may be parts of less than a tile."""
+        return (size // reach.least if reach.least else 0) + _PICTURES
 
     def _cut(self, lengths: Sequence[Sequence[int]], size: int) -> None:
         """The tiles of pictures of such ``lengths``, by reach; what fills them up to ``size`` is cut into pictures of

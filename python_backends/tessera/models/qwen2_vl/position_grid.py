@@ -34,7 +34,8 @@ class GridViT(Qwen2ViT):
 
     def places(self, wires: Wires, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Turns, and what :func:`taps_of` gives."""
-        taps = [taps_of(self.on_grid, height, width, self.merge, self.side) for _, height, width in wires]
+        merge, side = self.merge, self.side
+        taps = [taps_of(self.on_grid, height, width, merge, side, *kept) for _, height, width, *kept in wires]
         return (*super().places(wires, device), *(to_device(torch.cat(each), device) for each in zip(*taps)))
 
     def embed(self, pixels: torch.Tensor, *grid: torch.Tensor) -> torch.Tensor:
@@ -59,11 +60,17 @@ class GridViT(Qwen2ViT):
 
 @lru_cache(maxsize=32)
 def taps_of(
-    on_grid: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor], height: int, width: int, merge: int, side: int
+    on_grid: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor],
+    height: int,
+    width: int,
+    merge: int,
+    side: int,
+    kept: bytes | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The four places in a grid of side x side that each patch of a picture of height x width patches lies between,
-    int32 [n, 4], and their shares, float32 [n, 4]; ``on_grid`` as :meth:`GridViT.on_grid`."""
-    at = on_grid(places_of(height, width, merge), torch.tensor((height, width)), side)
+    int32 [n, 4], and their shares, float32 [n, 4]; ``on_grid`` as :meth:`GridViT.on_grid`, ``kept`` as for
+    :func:`places_of`."""
+    at = on_grid(places_of(height, width, merge, kept), torch.tensor((height, width)), side)
     low = at.floor()
     share = at - low
     shares = torch.stack((1 - share, share), dim=1)  # [patches, before and behind, axes]

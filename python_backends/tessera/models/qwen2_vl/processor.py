@@ -8,14 +8,14 @@ to fill a patch's frames, the tower sums its kernel over them, so that a picture
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.files import read_token_names
 from tessera.errors import InvalidRequest
-from tessera.models.family import ImagePlan, ModelFamily, View
+from tessera.models.family import ImagePlan, ModelFamily, View, units_of
 from tessera.models.qwen2_vl.config import PixelRange
 from tessera.models.tile_policy import stated_keys
 
@@ -23,6 +23,8 @@ MOST_ASPECT = 200
 MOST_PIXELS = 2**31 - 1
 LOW_PIXELS = 512 * 512  # of a picture in low detail, as OpenAI has it
 BOUNDS = ("min_pixels", "max_pixels")
+PRUNE = get_args(get_type_hints(PixelRange)["prune"])
+BLOCK = 4  # groups of patches along a side of what is looked through for equal ones, from the picture's corner on
 
 
 def smart_resize(width: int, height: int, factor: int, limits: PixelRange) -> tuple[int, int]:
@@ -81,8 +83,13 @@ class Qwen2VL(ModelFamily):
         if asked.get("tile_policy") is not None:
             stated = stated_keys(asked["tile_policy"]) | stated
         for name, value in stated.items():
+            if name == "prune":
+                if value not in PRUNE:
+                    raise InvalidRequest(f"tile policy: prune must be one of {PRUNE}, not {value!r:.50}")
+                continue
             if name not in BOUNDS:
-                raise InvalidRequest(f"tile policy: unknown key {name!r:.50}; this model's are {', '.join(BOUNDS)}")
+                known = ", ".join((*BOUNDS, "prune"))
+                raise InvalidRequest(f"tile policy: unknown key {name!r:.50}; this model's are {known}")
             if type(value) is not int or not 1 <= value <= MOST_PIXELS:
                 raise InvalidRequest(f"{name} must be a whole number from 1 to {MOST_PIXELS}, not {value!r:.50}")
         limits = replace(default or self._checkpoint_range, **stated)
@@ -100,7 +107,7 @@ class Qwen2VL(ModelFamily):
         return limits
 
     def low_detail(self, policy: PixelRange) -> PixelRange:
-        return PixelRange(min(policy.min_pixels, LOW_PIXELS), min(policy.max_pixels, LOW_PIXELS))
+        return replace(policy, **{name: min(getattr(policy, name), LOW_PIXELS) for name in BOUNDS})
 
     def plan(self, width: int, height: int, policy: PixelRange) -> ImagePlan:
         across, down = smart_resize(width, height, self.merge * self.patch, policy)
@@ -120,6 +127,27 @@ class Qwen2VL(ModelFamily):
         view = View(columns * self.patch, rows * self.patch, split, (0, 3, 1, 4, 2, 5, 6))
         return ImagePlan(down * across, down * across, wire, (view,))
 
+    def prunes(self, policy: PixelRange) -> bool:
+        return policy.prune == "equal"
+
+    def distinct(self, units: np.ndarray, plan: ImagePlan) -> np.ndarray:
+        """Of equal groups of patches in a block of BLOCK x BLOCK the first, in reading order: equal byte for byte."""
+        _, across = plan.views[0].grid
+        seen, kept = set(), np.empty(plan.cost, bool)
+        for index, group in enumerate(units):
+            row, column = divmod(index, across)
+            key = row // BLOCK, column // BLOCK, group.tobytes()
+            kept[index] = key not in seen
+            seen.add(key)
+        return kept
+
+    def without(self, plan: ImagePlan, kept: bytes) -> ImagePlan:
+        units = units_of(kept, plan.cost)
+        if not units.any() or np.packbits(units).tobytes() != kept:
+            raise InvalidRequest(f"of {plan.cost} groups of patches {len(kept)} bytes do not say which are kept")
+        left = int(units.sum())
+        return replace(plan, tokens=left, cost=left, kept=kept)
+
     def placeholder_tokens(self, plan: ImagePlan) -> tuple[tuple[str, int], ...]:
         return ((self.image_token, plan.tokens),)
 
@@ -131,7 +159,10 @@ class Qwen2VL(ModelFamily):
             positions[:, done:start] = np.arange(above, above + start - done)
             above += start - done
             rows, columns = (side // self.merge for side in plan.wire[1:])
-            positions[:, start : start + length] = above + np.indices((1, rows, columns)).reshape(3, -1)
+            places = np.indices((1, rows, columns)).reshape(3, -1)
+            if plan.kept is not None:
+                places = places[:, units_of(plan.kept, rows * columns)]
+            positions[:, start : start + length] = above + places
             above, done = above + max(rows, columns), start + length
         positions[:, done:] = np.arange(above, above + input_length - done)
         return positions

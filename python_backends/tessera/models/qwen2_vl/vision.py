@@ -133,9 +133,9 @@ class Qwen2ViT(PatchTower):
         """:meth:`turns`, and what :meth:`embed` takes besides."""
         return (self.turns(wires, device),)
 
-    def grid(self, height: int, width: int) -> torch.Tensor:
+    def grid(self, height: int, width: int, *kept: bytes) -> torch.Tensor:
         """Row and column of each patch of a picture, int32 [n, 2], in the order of its groups."""
-        return places_of(height, width, self.merge)
+        return places_of(height, width, self.merge, *kept)
 
     def embed(self, pixels: torch.Tensor) -> torch.Tensor:
         """Groups of patches -> the first layer's input [patches, hidden]."""
@@ -148,7 +148,7 @@ class Qwen2ViT(PatchTower):
 
         They also stretch queries and keys of heads that are filled up, so that a scale by their size is right again.
         """
-        places = torch.cat([self.grid(height, width) for _, height, width in wires])
+        places = torch.cat([self.grid(height, width, *kept) for _, height, width, *kept in wires])
         size, stored = self.attention.head_size, self.attention.stored_size
         half = stored // 2
         speeds = self.theta ** (torch.arange(0, half, 2, device=device) / half)
