@@ -84,6 +84,7 @@ class BookkeepingRunner:
     hidden_size = 1
     vocab_size = VOCABULARY
     position_axes = 1
+    experts = False
     graph_steps = 0
     step_times = ()
     weights, weight_bytes = "none", 0

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from engine_fakes import (
+    BookkeepingRunner,
     contents_of,
     ends,
     expected_answer,
@@ -129,6 +130,23 @@ def test_a_few_slow_steps_do_not_make_a_full_one_long_for_good():
     assert costs.step_ns(8192) > LONG_NS > costs.full_step_ns(8192) == 12_000_000
     load = Load(8192, 256, costs=costs)
     assert prompt_tokens(load) == 8192
+
+
+@pytest.mark.parametrize(("experts", "chunk"), [(False, 192), (True, 1024)])
+def test_beside_long_answers_prompts_are_read_in_chunks_that_are_longer_where_weights_are_experts(
+    monkeypatch, experts, chunk
+):
+    monkeypatch.setattr(BookkeepingRunner, "experts", experts)
+    engine, runner = make_engine(num_blocks=1000, max_batched_tokens=8192, max_model_len=4000)
+    runner.device_ns = lambda number, tokens: tokens * 10_000  # a full step is long
+    engine.submit(make_request([1], "decodes", max_tokens=90, ignore_eos=True))
+    for _ in range(20):
+        engine.step()
+    engine.submit(make_request([number % 300 for number in range(3000)], "reads", max_tokens=50, ignore_eos=True))
+    run(engine)
+    spans = [spans_of(runner, step) for step in range(len(runner.batches))]
+    read = [end - start for step in spans for name, start, end in step if name == "reads" and end <= 3000]
+    assert read[:2] == [chunk - 1] * 2 and sum(read) == 3000  # the other decodes in the same steps
 
 
 @pytest.mark.parametrize(("cache_bytes", "measured"), [(0, [1, 64, 256, 512]), (40_000, [1, 64])])

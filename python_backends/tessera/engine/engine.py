@@ -21,7 +21,7 @@ from tessera.engine.drafts.suffixes import EarlierAnswers, Suffixes, read_tokens
 from tessera.engine.drafts.text import TextDraft
 from tessera.engine.process.messages import End, EngineMetrics, Progress
 from tessera.engine.scheduling.block_manager import BlockManager, image_cache_ids
-from tessera.engine.scheduling.policies import CostModel, Load, Rules
+from tessera.engine.scheduling.policies import LEAST_CHUNK, LEAST_CHUNK_OF_EXPERTS, CostModel, Load, Rules
 from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from tessera.engine.sequence import Request, Sequence
 from tessera.engine.structured_output.constraints import Constraints
@@ -59,7 +59,8 @@ class Engine:
         blocks = BlockManager(runner.num_blocks, config.block_size)
         rules, costs = Rules(bursts=runner.async_launch), CostModel(runner.step_times)
         limits = config.max_batched_tokens, config.max_sequences
-        self.scheduler = Scheduler(blocks, Load(*limits, rules, costs, config.drafts, config.max_rows))
+        chunk = LEAST_CHUNK_OF_EXPERTS if runner.experts else LEAST_CHUNK
+        self.scheduler = Scheduler(blocks, Load(*limits, rules, costs, config.drafts, config.max_rows, chunk))
         self.metrics = EngineMetrics(kv_blocks_total=runner.num_blocks, max_model_len=max_model_len)
         self.max_model_len = max_model_len
         self.weights, self.weight_bytes = runner.weights, runner.weight_bytes

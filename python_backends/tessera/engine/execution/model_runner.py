@@ -54,6 +54,7 @@ class ModelRunner:
         weight = model.embedding.get_buffer("weight")
         self.vocab_size = model.config.vocab_size
         self.hidden_size = model.config.row_size
+        self.experts = model.config.experts is not None
         self.position_axes = model.rotary.axes
         self.weights = model.describe_weights() + ", key/value cache in fp8" * attention.storage.fp8
         self.weight_bytes = sum(buffer.nbytes for buffer in model.buffers())
