@@ -1,4 +1,4 @@
-"""The command ``tessera``: serve, check, gateway, quantize, ask, batch, parse, recall, plan, status, sample.
+"""The command ``tessera``: serve, check, gateway, quantize, ask, batch, audit, parse, recall, plan, status, sample.
 
 Results go to standard output, progress and tables to standard error. Exit codes: 0 done, 1 failed, 2 wrong usage or
 wrong request, 3 the server is not there or not ready, 4 out of time, 130 interrupted.
@@ -97,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=text, add_help=False)
     ask.add(commands)
     jobs.add_batch(commands)
+    jobs.add_audit(commands)
     jobs.add_parse(commands)
 
     add = command(commands, "recall", _recall, "measure how often the served model is right")

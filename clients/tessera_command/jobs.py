@@ -1,5 +1,5 @@
-"""The commands ``tessera batch`` and ``tessera parse``, which go on where they ended: their arguments, and what they
-say at the end."""
+"""The commands ``tessera batch`` and ``tessera parse``, which go on where they ended, and ``tessera audit``, which asks
+a batch again: their arguments, and what they say at the end."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tessera_wire.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from tessera_jobs.job import Job, Tally
+    from tessera_jobs.rows import Source
 
 
 def add_batch(commands: Any) -> None:
@@ -34,6 +35,18 @@ def add_batch(commands: Any) -> None:
     changed = "ask rows again that another model answered, or whose pictures have changed since"
     _job_options(add, "seconds to wait for servers, at the start too (%(default)g)", changed)
     add("--dry-run", action="store_true", help="say what it will cost, from some of the rows; nothing is written")
+
+
+def add_audit(commands: Any) -> None:
+    """Adds the command to the others."""
+    add = command(commands, "audit", _audit, "ask a batch's rows again and compare answers bit by bit")
+    add("source", type=Path, metavar="requests", help="the rows, as `tessera batch` was given them")
+    add("answers", type=Path, help="the .jsonl that it wrote")
+    add("--prompt", metavar="TEXT", help="as then")
+    sampling(add)
+    add("--choices", type=labels, metavar="A,B,...", help="as then")
+    other = "compare where another server answered then, by its fingerprint, or one that does not say"
+    _job_options(add, "seconds to wait for servers, at the start too (%(default)g)", other)
 
 
 def add_parse(commands: Any) -> None:
@@ -74,12 +87,17 @@ def _of(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-def _batch(options: argparse.Namespace) -> int:
-    from tessera_jobs.job import Job
+def _rows(options: argparse.Namespace) -> Source:
     from tessera_jobs.source import open_source
 
-    say, given = _saying("batch"), _of(options, "max_tokens", "max_tiles", "choices", "priority")
-    source = open_source(options.source, options.prompt, {k: v for k, v in given.items() if v is not None})
+    given = _of(options, "max_tokens", "max_tiles", "choices", "priority")
+    return open_source(options.source, options.prompt, {k: v for k, v in given.items() if v is not None})
+
+
+def _batch(options: argparse.Namespace) -> int:
+    from tessera_jobs.job import Job
+
+    say, source = _saying("batch"), _rows(options)
     how = _of(options, "url", "timeout", "concurrency", "in_order", "again", "patience", "force")
     job = Job(source, options.output, **how, notice=say)
     try:
@@ -100,6 +118,27 @@ def _batch(options: argparse.Namespace) -> int:
         first = f"; the first of this run: {tally.first_error}" if tally.first_error else ""
         say(f"{tally.errors} rows of {options.output} have an error{first}")
     return 1 if tally.errors else 0
+
+
+def _audit(options: argparse.Namespace) -> int:
+    from tessera_jobs.audit import audit
+
+    say, how = _saying("audit"), _of(options, "url", "timeout", "concurrency", "patience", "force")
+    try:
+        with progress("asking again") as advance:
+            found = audit(_rows(options), options.answers, **how, notice=say, progress=advance)
+    except OSError as error:
+        say(str(error))
+        return 1
+    for name, where in found.differences:
+        print(f"{name}: {where}")
+    if found.fingerprint.endswith(".fast"):
+        say("the server is not deterministic: bits may differ by what else it did")
+    if found.left_out:
+        say(f"{found.left_out} rows left out: they had no answer, or were sampled without a seed")
+    compared = f"{found.asked} answers, {found.with_logprobs} of them with log probabilities"
+    print(f"{compared}: {len(found.differences) or 'none'} differ{'s' * (len(found.differences) < 2)}")
+    return 1 if found.differences else 0
 
 
 def _sentence(tally: Tally, page: Health | None) -> str:

@@ -13,6 +13,7 @@ PROGRAMS = {
     "peers": ("bench.peers", "other engines beside ours, in turns: who is ahead, and by what watts"),
     "jobs": ("bench.jobs", "questions beside a batch job: first tokens, and what the job loses"),
     "batch": ("bench.batch", "`tessera batch` through kills, and alone with a million rows"),
+    "bits": ("bench.bits", "whether answers keep their bits among 256 others, with `deterministic` and without"),
     "poison": ("bench.poison", "odd pictures among good ones: no good answer may change"),
     "floods": ("bench.floods", "plain questions while somebody floods the server"),
     "starts": ("bench.starts", "cold starts, each with a first burst: does every stage live?"),

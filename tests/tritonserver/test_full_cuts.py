@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,14 @@ from cascade.test_watch import PLANNED
 from fakes.backend import InferenceRequest, Tensor, stage_args, strings, wait_until
 from test_fronts import answer_of, outputs
 
+from tessera.cascade.policy import Policy
 from tessera.cascade.watch import Plan, Watch
 from tessera.engine.sequence import TokenEvent, Usage
 from tessera.errors import ConfigError
+from tessera.settings.stages import EngineConfig
 from tessera.tritonserver import preprocess
 from tessera.tritonserver.cascade import MOST_AUDITS, FullCuts, Watching
-from tessera.tritonserver.language_model import Reply, TritonPythonModel, read_request
+from tessera.tritonserver.language_model import Reply, TritonPythonModel, read_request, watching_of
 from tessera.tritonserver.responder import Outbox, Responder
 from tessera_wire import errors
 from tessera_wire.cascade import question_class
@@ -381,3 +384,12 @@ def test_a_policy_file_must_be_seen_by_who_watches_it(backend: Any, monkeypatch:
         preprocess.TritonPythonModel().initialize(stage_args("preprocess", tile_policy=str(file)))
     monkeypatch.setenv("TESSERA_PREPROCESS_TILE_POLICY", str(file))
     preprocess.TritonPythonModel().initialize(stage_args("preprocess"))
+
+
+def test_a_deterministic_server_escalates_nothing_for_what_others_asked() -> None:
+    """An alarm that is only told is no matter."""
+    for on_alarm, refused in (("escalate", True), ("report", False)):
+        settings: Any = SimpleNamespace(policy=Policy(None, {"cascade": {}}, Plan.read(PLANNED), on_alarm=on_alarm))
+        assert watching_of(settings, EngineConfig(), lambda: True) is not None
+        with pytest.raises(ConfigError, match="by on_alarm escalate") if refused else nullcontext():
+            watching_of(settings, EngineConfig(deterministic=True), lambda: True)

@@ -18,7 +18,7 @@ from tessera.tritonserver.settings import StageSettings
 
 # Said by the mode; and how much room there is, and who waits for whom, by which its answers do not change.
 _WITHOUT_EFFECT = (
-    *("deterministic", "max_batched_tokens", "max_sequences", "kv_cache_bytes", "prefix_cache", "drafts"),
+    *("deterministic", "max_batched_tokens", "max_sequences", "prefix_cache", "drafts"),
     *("max_images", "max_cost", "max_file_pixels", "max_request_bytes", "visual_infer_batch_size", "cache_bytes"),
 )
 _PACKAGES = ("torch", "triton", "onnxruntime", "numpy", "opencv-python-headless", "simplejpeg", "pillow", "tokenizers")

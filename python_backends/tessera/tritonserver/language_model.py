@@ -17,7 +17,7 @@ import torch
 from tessera.cascade.watch import Watch
 from tessera.engine.process.client import EngineProcess
 from tessera.engine.sequence import Request, SamplingParameters, TokenEvent
-from tessera.errors import InvalidRequest, end_process_if_lost
+from tessera.errors import ConfigError, InvalidRequest, end_process_if_lost
 from tessera.models.registry import read_config
 from tessera.settings.gpu import GpuMeter
 from tessera.settings.stages import EngineConfig
@@ -65,12 +65,12 @@ class TritonPythonModel:
         # Without its engine the stage is as good as dead; as a dead process it is noticed and restarted.
         config = settings.read(EngineConfig)
         self._device = config.device
+        watching = watching_of(settings, config, lambda: not self._engine.counts()["requests_waiting"])
         with ThreadPoolExecutor(1) as beside:
             told = beside.submit(fingerprint, settings, config)
             self._engine = EngineProcess(settings.checkpoint, config, partial(os._exit, 1))
         self._fingerprint = told.result()
         show_weights("language_model", self._engine.weights, self._engine.weight_bytes)
-        watching = watching_of(settings, lambda: not self._engine.counts()["requests_waiting"])
         self._full_cuts = FullCuts(Line(Connection(settings.grpc_address)), self._outbox, watching)
         self._page = MetricsPage(lambda: self._engine.counts() | self._full_cuts.counts(), meter_of(config.device))
         self._leases = Leases(self._cancel)
@@ -132,11 +132,13 @@ class TritonPythonModel:
             self._engine.cancel(number)
 
 
-def watching_of(settings: StageSettings, idle: Callable[[], bool]) -> Watching | None:
+def watching_of(settings: StageSettings, config: EngineConfig, idle: Callable[[], bool]) -> Watching | None:
     """What the server watches, if it follows a policy file. Raises ConfigError."""
     policy = settings.policy
     if policy.plan is None:
         return None
+    if config.deterministic and policy.on_alarm == "escalate":
+        raise ConfigError("deterministic is on, and others' answers change one by on_alarm escalate: turn one off")
     return Watching(Watch(policy.plan), policy.audit, policy.on_alarm == "escalate", idle)
 
 

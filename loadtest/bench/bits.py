@@ -1,0 +1,212 @@
+"""Whether answers keep their bits: asked alone, and again among 256 in flight (`make bench NAME=bits`).
+
+Prompts of 20 to 8,000 tokens, as far as the model's context goes, of which every other begins as others do, three of
+ten with pictures; three of ten answers of 256 tokens or more; greedy, and every fourth sampled with a seed; all with
+the log probabilities of the five likeliest. The second time with priorities and drafts, in a pool of three contexts,
+beside requests that are left after their first token, through a killed language model. Counted are the answers of which
+any token or any bit of a log probability is another; with `deterministic` and without.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import closed_loop
+import figures
+from closed_loop import Ask, Reply
+from measuring import counted
+from serving import Running, Setup, add_arguments, serve, setup, setup_notes
+from workloads import picture
+
+from tessera.checkpoint.config import TextConfig, context_length
+from tessera.models.registry import read_config
+from tessera.prompt.tokenizer import Tokenizer
+from tessera_client import Answer, Client, Retry
+
+IN_FLIGHT = 256
+SHORTEST, LONGEST = 20, 8000
+ROOM = 1000  # tokens for an answer, pictures and what the template adds
+CONTEXTS = 3  # in the pool
+WORDS = ("the", "room", "has", "a", "window", "and", "two", "doors", "near", "old", "red", "wires", "on", "white")
+BEGINNINGS = 8  # that prompts share
+SIDES = (224, 448, 640)
+LEFT_PART = 8  # of so many requests one more is left
+PATIENCE_S = 900.0
+SHOWN = 10
+
+
+class Case(NamedTuple):
+    """A request; ``beside``: what it has more among others, which changes no answer."""
+
+    pictures: list[bytes]
+    question: str
+    options: dict[str, Any]
+    beside: dict[str, Any]
+
+
+def cases(numbers: Sequence[int], folder: Path, context: int) -> list[Case]:
+    """Those of these numbers, the same in each run."""
+    sample = " ".join(Random(0).choices(WORDS, k=1000))
+    words_a_token = 1000 / len(Tokenizer.from_folder(folder).encode(sample))
+    longest = min(LONGEST, context - ROOM)
+    return [_case(number, words_a_token, longest) for number in numbers]
+
+
+def _case(number: int, words_a_token: float, longest: int) -> Case:
+    dice = Random(f"bits {number}")
+    length = round(words_a_token * SHORTEST * (longest / SHORTEST) ** dice.random())
+    shared = Random(number % BEGINNINGS).choices(WORDS, k=round(dice.random() * length)) if number % 2 else []
+    question = " ".join(shared + dice.choices(WORDS, k=max(2, length - len(shared))))
+    sides = [(dice.choice(SIDES), dice.choice(SIDES)) for _ in range(dice.choice((1, 1, 2)))] if number % 10 < 3 else []
+    pictures = [picture(*size, seed=(number, place)) for place, size in enumerate(sides)]
+    tokens = dice.randint(256, 320) if number % 10 in (1, 4, 7) else dice.choice((1, 4, 16, 64))
+    options: dict[str, Any] = {
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "logprobs": 5,
+        "max_tiles": 4,
+        "temperature": 0,
+    }
+    if number % 4 == 3:
+        options |= {"temperature": 0.8, "top_p": 0.95, "seed": number}
+    beside = {"priority": dice.randint(-2, 2)} | ({"draft_pool": "all"} if dice.random() < 0.5 else {})
+    return Case(pictures, question, options, beside)
+
+
+def ask_all(addresses: list[str], asked: Sequence[Case], in_flight: int, kill: threading.Event) -> list[Answer]:
+    """Their answers. More than one at a time: with what they have beside others, and beside as many that are left as
+    it takes; ``kill`` is set when half of them are answered."""
+    mixed = in_flight > 1
+    left = max(len(asked) // LEFT_PART, 2 * in_flight - len(asked)) if mixed else 0
+    order = [*range(len(asked)), *[None] * left]
+    Random(1).shuffle(order)
+    found: dict[int, Answer] = {}
+    numbers = count()
+
+    @contextmanager
+    def prepare(number: int, stock: int) -> Iterator[Ask]:
+        with Client(addresses, timeout=PATIENCE_S, retry=Retry.patient(PATIENCE_S)) as client:
+
+            def ask() -> Reply:
+                place = next(numbers)
+                if (index := order[place]) is None:
+                    case = asked[place % len(asked)]
+                    with client.stream(case.pictures, case.question, **case.options | {"priority": 3}) as stream:
+                        next(iter(stream))
+                    return Reply(None, 0)
+                case = asked[index]
+                found[index] = client.ask(case.pictures, case.question, **case.options | (case.beside if mixed else {}))
+                if 2 * len(found) >= len(asked):
+                    kill.set()
+                return Reply(None, case.options["max_tokens"])
+
+            yield ask
+
+    closed_loop.run(prepare, in_flight, len(order), 0)
+    return [found[index] for index in range(len(asked))]
+
+
+def kill_when(wanted: threading.Event, server: Running, stage: str) -> None:
+    """Ends a stage's process, as the kernel does where memory is short."""
+    if wanted.wait(PATIENCE_S):
+        with urllib.request.urlopen(server.health, timeout=30) as page:
+            os.kill(json.load(page)["stages"][stage]["pid"], signal.SIGKILL)
+
+
+def differ(alone: Answer, beside: Answer) -> tuple[bool, bool]:
+    """Whether tokens do, and whether bits of log probabilities do, which JSON keeps."""
+    tokens, others = ([each["token_id"] for each in answer.logprobs] for answer in (alone, beside))
+    ends = (alone.text, alone.finish_reason) != (beside.text, beside.finish_reason)
+    return ends or tokens != others, json.dumps(alone.logprobs) != json.dumps(beside.logprobs)
+
+
+def pool_bytes(text: TextConfig, context: int, itemsize: int) -> int:
+    """Of a cache that holds CONTEXTS whole ones."""
+    return CONTEXTS * context * 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * itemsize
+
+
+def run(asked: Setup, requests: Sequence[Case], kill: bool) -> dict[str, Any]:
+    """Asks a server alone and then among others; what differs, and what was the case."""
+    with serve(asked) as server:
+        began, killed = time.monotonic(), threading.Event()
+        alone = ask_all(server.grpc, requests, 1, threading.Event())
+        between = time.monotonic()
+        before = counted(server.metrics[0])
+        killer = threading.Thread(target=kill_when, args=(killed, server, "language_model_0_0"), daemon=True)
+        if kill:
+            killer.start()
+        beside = ask_all(server.grpc, requests, IN_FLIGHT, killed)
+        ended, after = time.monotonic(), counted(server.metrics[0])
+        with urllib.request.urlopen(server.health, timeout=30) as page:
+            restarts = json.load(page)["restarts"]
+    found = [differ(*pair) for pair in zip(alone, beside)]
+    wrong = [number for number, each in enumerate(found) if any(each)]
+    for number in wrong[:SHOWN]:
+        told = {name: requests[number].options[name] for name in ("max_tokens", "temperature")}
+        print(f"{number}: tokens, bits: {found[number]} {told} {alone[number].usage}", file=sys.stderr, flush=True)
+    prompts = sorted(answer.usage.prompt_tokens for answer in alone if answer.usage)
+    since = after if restarts else after - before  # a server that starts again counts from 0
+    return {
+        "differences": len(wrong),
+        "tokens_differ": sum(tokens for tokens, _ in found),
+        "prompt_tokens": [prompts[0], prompts[len(prompts) // 2], prompts[-1]],
+        "long_answers": sum(each.options["max_tokens"] >= 256 for each in requests),
+        "with_pictures": sum(bool(each.pictures) for each in requests),
+        "sampled": sum(each.options["temperature"] > 0 for each in requests),
+        "restarts": restarts,
+        "fingerprints": sorted({answer.fingerprint for answer in (*alone, *beside)}),
+        "seconds": [round(between - began), round(ended - between)],
+        **{name.removeprefix("tessera_"): since[name] for name in since if "preempt" in name or "cached_tok" in name},
+    }
+
+
+def part(text: str) -> tuple[int, int]:
+    """The value of --part."""
+    number, total = map(int, text.split("/"))
+    if not 1 <= number <= total:
+        raise ValueError
+    return number, total
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument(
+        "--part", type=part, default=(1, 1), metavar="K/N", help="every Nth request alone, from the Kth"
+    )
+    parser.add_argument("--card", default="", help="what the figures call the GPU, as in h200")
+    parser.add_argument("--form", default="", help="what they call the weights, as in bf16")
+    parser.add_argument("--modes", nargs="+", choices=("on", "off"), default=("on", "off"))
+    parser.add_argument("--no-kill", dest="kill", action="store_false", help="let the language model live")
+    add_arguments(parser)
+    options = parser.parse_args()
+    first, step = options.part
+    base = setup(options)
+    config = read_config(base.checkpoint)
+    context = context_length(config.text, int(base.settings.get("max_model_len", 0)) or None)
+    own = {"language_model.kv_cache_bytes": str(pool_bytes(config.text, context, 2 if base.gpus else 4))}
+    own |= {"language_model.drafts": "4"} if not base.gpus else {}
+    requests = cases(range(first - 1, options.requests, step), base.checkpoint, context)
+    name = ".".join(filter(None, ("bits", options.card or ("gpu" if base.gpus else "cpu"), options.form)))
+    worst = 0
+    for mode in options.modes:
+        settings = own | {"deterministic": mode} | base.settings
+        told = run(replace(base, settings=settings, restart=options.kill), requests, options.kill)
+        differences = told.pop("differences")
+        metric = f"{name}.differences" if mode == "on" else f"{name}.off.differences"
+        about = {"of": len(requests), "part": f"{first}/{step}", "in_flight": IN_FLIGHT, **told, **setup_notes(options)}
+        figures.emit(metric, differences, "answers", ceiling=0, **about)
+        worst = max(worst, differences if mode == "on" else 0)
+    return int(worst > 0)
