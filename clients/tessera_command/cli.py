@@ -22,6 +22,7 @@ from tessera_command.terminal import command, console, labels, positive, progres
 from tessera_evaluation import cascade, plan, recall
 from tessera_evaluation.datasets import Item, folder_items, heldout_items
 from tessera_wire import __version__, errors
+from tessera_wire.cascade import MOST_TOKENS
 from tessera_wire.command_line import Parser
 
 
@@ -114,7 +115,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-loss", type=_points, default=1.0, metavar="POINTS", help=allowed)
     add("--plot", type=Path, metavar="FILE.svg", help="draw recall against questions a minute")
     add("--machine", metavar="TEXT", help="what the server runs on: said in the JSON and the plot")
-    add("--max-tokens", type=positive, metavar="N", help="longest answer in tokens (96; of a cascade 16)")
+    add(
+        "--max-tokens",
+        type=positive,
+        metavar="N",
+        help="longest answer in tokens (96; of a cascade 16, the most that has a margin)",
+    )
     _dataset(add)
     share = "plan a cascade instead: what share of the answers may differ from the full cut's, as in 1%%"
     add("--disagree", type=_share, metavar="SHARE", help=f"{share}; of labels.csv file and question are enough")
@@ -220,7 +226,10 @@ def _plan(options: argparse.Namespace) -> int:
 def _plan_cascade(options: argparse.Namespace) -> int:
     first, full = (policy and plan.parse_policy(policy) for policy in (options.first, options.full))
     disagree, confidence = options.disagree, options.confidence or 0.95
-    asked = {"choices": options.choices} if options.choices else {"max_tokens": options.max_tokens or 16}
+    asked = {"choices": options.choices} if options.choices else {"max_tokens": options.max_tokens or MOST_TOKENS}
+    if asked.get("max_tokens", 0) > MOST_TOKENS and (first is None or options.each_question):
+        words = f"answers of more than {MOST_TOKENS} tokens have no margin, by which some would go on to the full cut"
+        raise errors.InvalidRequest(words, "name the cut that all are to get by --first, without --each-question")
     with Client(options.url, timeout=options.timeout) as client, _cache(options.cache) as cache:
         items = cascade.one_a_picture(_items(client, options, Path(cache), answers=False), options.limit)
         cascade.check_enough(len(items), disagree, confidence)

@@ -65,6 +65,9 @@ def add_parse(commands: Any) -> None:
     add("--layout-url", metavar="URL", help=found)
     figures = "ask about figures and charts too, which MinerU2.5-Pro describes and reads"
     add("--image-analysis", action="store_true", help=figures)
+    without = "ask about {} without the equal groups of their patches, which are read sooner and not quite the same"
+    add("--prune-crops", action="store_true", help=without.format("crops"))
+    add("--prune-layout", action="store_true", help=without.format("whole pages, for their layout"))
     given = "send no text of a PDF along, and propose nothing of earlier answers: the results are the same, and slower"
     add("--no-drafts", dest="drafts", action="store_false", help=given)
     changed = "read pages again that another model has read"
@@ -185,7 +188,12 @@ def _parse(options: argparse.Namespace) -> int:
     quiet()
     how = _of(options, "dpi", "concurrency", "priority", "pages", "password", "force", "patience", "drafts")
     paddle, analysis = options.engine == "paddleocr-vl", options.image_analysis
-    meaningless = {"--image-analysis": paddle and analysis, "--layout-url": options.layout_url and not paddle}
+    prune = [step for step in ("layout", "crops") if vars(options)[f"prune_{step}"]]
+    meaningless = {
+        "--image-analysis": paddle and analysis,
+        "--layout-url": options.layout_url and not paddle,
+        "--prune-layout": "layout" in prune and paddle and not options.layout_url,
+    }
     for option, stated in meaningless.items():
         if stated:
             raise InvalidRequest(f"{option} means nothing to --engine {options.engine}", "leave it out")
@@ -194,9 +202,9 @@ def _parse(options: argparse.Namespace) -> int:
         def connect(url: str) -> TesseraVlmClient:
             return servers.enter_context(TesseraVlmClient(url, timeout=options.timeout, max_tokens=options.max_tokens))
 
-        layout = Mineru(connect(options.layout_url)) if options.layout_url else None
+        layout = Mineru(connect(options.layout_url), prune=prune) if options.layout_url else None
         vlm, advance = connect(options.url), servers.enter_context(progress("parsing"))
-        engine = PaddleOcrVl(vlm, layout) if paddle else Mineru(vlm, analysis)
+        engine = PaddleOcrVl(vlm, layout, prune) if paddle else Mineru(vlm, analysis, prune)
         job = Job(options.file, options.output, engine, **how, notice=say, progress=advance)
         try:
             tally = job.run()

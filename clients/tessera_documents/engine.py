@@ -14,7 +14,7 @@ from PIL import Image
 from tessera_client.messages import ServedModel
 from tessera_documents.edges import clear_of_letters
 from tessera_documents.text_layer import TextLayer
-from tessera_documents.vlm_client import TesseraVlmClient, known_page, mineru_client
+from tessera_documents.vlm_client import PRUNED, TesseraVlmClient, known_page, mineru_client, with_more
 from tessera_jobs.asker import described
 from tessera_wire.errors import InvalidRequest
 
@@ -23,6 +23,11 @@ TASKS = {"table": "Table Recognition:", "equation": "Formula Recognition:", "[de
 CHART = "Chart Recognition:"
 GREEDY = SamplingParams(temperature=0.0)
 Blocks = list[ContentBlock]
+
+
+def pruned(steps: Sequence[str]) -> dict[str, Any]:
+    """What results were made from, if any steps were."""
+    return {"prune": list(steps)} if steps else {}
 
 
 def drafted(blocks: Blocks, text: TextLayer | None) -> Blocks:
@@ -42,6 +47,8 @@ class Mineru:
 
     vlm: TesseraVlmClient
     image_analysis: bool = False
+    prune: Sequence[str] = ()
+    """As for :func:`mineru_client`."""
 
     @property
     def servers(self) -> list[TesseraVlmClient]:
@@ -50,11 +57,11 @@ class Mineru:
 
     def made_from(self, served: Sequence[ServedModel]) -> dict[str, Any]:
         """What results depend on besides the first model; earlier versions stated none of it."""
-        return {"image_analysis": True} if self.image_analysis else {}
+        return ({"image_analysis": True} if self.image_analysis else {}) | pruned(self.prune)
 
     def use(self, threads: Executor) -> None:
         """Before anything else."""
-        self.client = mineru_client(self.vlm, executor=threads, image_analysis=self.image_analysis)
+        self.client = mineru_client(self.vlm, self.prune, executor=threads, image_analysis=self.image_analysis)
 
     async def find(self, page: Image.Image, *asked: Any) -> Blocks:
         blocks = await self.client.aio_layout_detect(page, *asked)
@@ -81,17 +88,21 @@ class PaddleOcrVl:
 
     vlm: TesseraVlmClient
     layout: Mineru | None = None
+    prune: Sequence[str] = ()
+    """As for :func:`mineru_client`."""
 
     @property
     def servers(self) -> list[TesseraVlmClient]:
         return [self.vlm, *(self.layout.servers if self.layout else ())]
 
     def made_from(self, served: Sequence[ServedModel]) -> dict[str, Any]:
-        return {"engine": "paddleocr-vl", "layout": served[1].checkpoint if self.layout else None}
+        layout = served[1].checkpoint if self.layout else None
+        return {"engine": "paddleocr-vl", "layout": layout} | pruned(self.prune)
 
     def use(self, threads: Executor) -> None:
         self.vlm.system_prompt = ""  # its turns begin with the picture
-        self.client = mineru_client(self.vlm, executor=threads, prompts=TASKS, sampling_params={"[default]": GREEDY})
+        params = {"[default]": GREEDY}
+        self.client = mineru_client(self.vlm, self.prune, executor=threads, prompts=TASKS, sampling_params=params)
         if self.layout is not None:
             self.layout.use(threads)
 
@@ -108,8 +119,9 @@ class PaddleOcrVl:
         width, height = page.size
         left, top, right, bottom = block.bbox
         crop = page.crop((round(left * width), round(top * height), round(right * width), round(bottom * height)))
+        params = with_more(GREEDY, **(PRUNED if "crops" in self.prune else {}))
         async with slots:
-            block["content"] = (await self.vlm.aio_predict(crop, CHART, GREEDY, priority)).strip()
+            block["content"] = (await self.vlm.aio_predict(crop, CHART, params, priority)).strip()
 
     async def check(self, served: Sequence[ServedModel], *asked: Any) -> None:
         """Raises InvalidRequest where what is served is another model, or what finds blocks finds none."""

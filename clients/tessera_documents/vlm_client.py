@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from copy import copy
 from functools import partial
 from itertools import zip_longest
@@ -36,6 +36,7 @@ SDK_NAMES = {"max_new_tokens": "max_tokens"} | {
         *("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty"),
         "no_repeat_ngram_size",
         "draft",
+        "tile_policy",
     )
 }
 """Of SamplingParams' fields, and of what :func:`mineru_client` adds to them."""
@@ -49,6 +50,9 @@ OPTIONS = frozenset(
     )
 )
 """Of MinerUClient's options those that it follows itself; the others are about the ways to other servers."""
+
+PRUNED = {"tile_policy": {"prune": "equal"}}
+"""Of a request whose picture goes without its equal groups of patches (docs/preprocessing.md)."""
 
 Several = Sequence[Any] | Any
 Prepared = tuple[list[Any], list[str], list[SamplingParams | None], list[int]]
@@ -217,10 +221,11 @@ class TesseraVlmClient(VlmClient):
         self.close()
 
 
-def mineru_client(vlm: VlmClient, **options: Any) -> MinerUClient:
+def mineru_client(vlm: VlmClient, prune: Collection[str] = (), **options: Any) -> MinerUClient:
     """MinerU's own client, unmodified, that asks through ``vlm``. ``options``: MinerUClient's, but those of its ways to
     other servers and models: such a one would have no effect and is a TypeError. What stands under a block's key
-    ``draft`` is taken out and goes with the question about it."""
+    ``draft`` is taken out and goes with the question about it. ``prune``: the steps, of "layout" and "crops", whose
+    pictures are asked about without their equal groups of patches."""
     without_effect = sorted(options.keys() - OPTIONS)
     if without_effect:
         allowed = ", ".join(sorted(OPTIONS))
@@ -237,7 +242,12 @@ def mineru_client(vlm: VlmClient, **options: Any) -> MinerUClient:
     reader.client = vlm
     reader.helper.backend = "pictures"
     reader.helper.prepare_for_layout = partial(_layout_file, reader.helper.prepare_for_layout)
-    reader.helper.prepare_for_extract = partial(_with_drafts, reader.helper.prepare_for_extract)
+    policy = PRUNED if "crops" in prune else {}
+    reader.helper.prepare_for_extract = partial(_with_more, reader.helper.prepare_for_extract, policy)
+    if "layout" in prune:
+        known = reader.sampling_params
+        layout = with_more(known.get("[layout]") or known.get("[default]"), **PRUNED)
+        reader.sampling_params = known | {"[layout]": layout}
     return reader
 
 
@@ -252,21 +262,21 @@ def _png(picture: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def _with_drafts(
-    prepare: Callable[..., Prepared], page: Image.Image, blocks: list[ContentBlock], *more: Any
+def _with_more(
+    prepare: Callable[..., Prepared], policy: dict[str, Any], page: Image.Image, blocks: list[ContentBlock], *more: Any
 ) -> Prepared:
-    """What MinerU's client would ask about blocks, some of which it takes off the list; pictures as files."""
-    drafts = {id(block): block.pop("draft", None) for block in blocks}
+    """What MinerU's client would ask about blocks, some of which it takes off the list; pictures as files. With each
+    goes its block's draft, and the ``policy`` of all."""
+    drafts = {id(block): {"draft": block.pop("draft", None)} for block in blocks}
     pictures, prompts, params, places = prepare(page, blocks, *more)
-    drafted = [_drafted(each, drafts[id(blocks[place])]) for each, place in zip(params, places)]
-    return [_png(picture) for picture in pictures], prompts, drafted, places
+    given = [with_more(each, **policy, **drafts[id(blocks[place])]) for each, place in zip(params, places)]
+    return [_png(picture) for picture in pictures], prompts, given, places
 
 
-def _drafted(params: SamplingParams | None, draft: str | None) -> SamplingParams | None:
-    if draft is None:
-        return params
+def with_more(params: SamplingParams | None, **more: Any) -> SamplingParams:
+    """The same with what only our server knows, of SDK_NAMES; None is not stated."""
     params = copy(params) if params else SamplingParams()
-    params.draft = draft
+    vars(params).update(more)
     return params
 
 

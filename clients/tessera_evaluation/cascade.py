@@ -19,7 +19,7 @@ from tessera_evaluation import bound
 from tessera_evaluation.datasets import Item
 from tessera_evaluation.recall import Outcome
 from tessera_wire import __version__
-from tessera_wire.cascade import question_class
+from tessera_wire.cascade import MOST_TOKENS, question_class
 from tessera_wire.errors import InvalidRequest, ProtocolError
 
 REST = "margin"
@@ -28,8 +28,9 @@ REST = "margin"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One question asked both ways: the first answer's margin in nats, and whether the full cut's is another. Tokens
-    are those of the pictures. ``right``: of the first and of the full answer, None where no right one is known."""
+    """One question asked both ways: the first answer's margin in nats, infinite where it has none, and whether the full
+    cut's is another. Tokens are those of the pictures. ``right``: of the first and of the full answer, None where no
+    right one is known."""
 
     question: str
     margin: float
@@ -59,9 +60,12 @@ def ask_both(
     **options: Any,
 ) -> list[Pair]:
     """Asks every question with the first cut, which tells its margin, and with the full one. A policy of None is the
-    server's: its cheapest cut, and its own. Raises the first error there is; a plan on the rest would be of others."""
+    server's: its cheapest cut, and its own. Answers that may be longer than a cascade's have no margin, and want a
+    ``first`` policy. Raises the first error there is; a plan on the rest would be of others."""
     cuts = {name: policy for name, policy in (("first", first), ("full", full)) if policy is not None}
-    policies = ({"cascade": {"margin": 0, **cuts}}, {} if full is None else full)  # {} is no deployment's cascade
+    long = "choices" not in options and options["max_tokens"] > MOST_TOKENS
+    begin = first if long else {"cascade": {"margin": 0, **cuts}}
+    policies = (begin, {} if full is None else full)  # {} is no deployment's cascade
 
     def answers(turn: int) -> list[Answer]:
         def ended(done: int) -> None:
@@ -71,19 +75,22 @@ def ask_both(
         asked = [(item.picture, item.question) for item in items]
         return list(client.ask_many(asked, tile_policy=policies[turn], progress=ended, **options))
 
-    return [_pair(item, *both) for item, both in zip(items, zip(answers(0), answers(1)), strict=True)]
+    return [_pair(item, long, *both) for item, both in zip(items, zip(answers(0), answers(1)), strict=True)]
 
 
-def _pair(item: Item, first: Answer, full: Answer) -> Pair:
-    if first.cascade is None or first.usage is None or full.usage is None:
+def _pair(item: Item, long: bool, first: Answer, full: Answer) -> Pair:
+    margin = inf if long else first.cascade.margin if first.cascade else None
+    if margin is None or first.usage is None or full.usage is None:
         raise ProtocolError("the server did not say the answer's margin", "an older server knows of no cascades")
     right = (Outcome(item, first.text).right, Outcome(item, full.text).right) if item.answer else None
     tokens = first.usage.image_tokens, full.usage.image_tokens
-    return Pair(item.question, first.cascade.margin, first.text != full.text, *tokens, right)
+    return Pair(item.question, margin, first.text != full.text, *tokens, right)
 
 
 def plan(pairs: Sequence[Pair], disagree: float, confidence: float, each_question: bool = False) -> dict[str, Any]:
-    """The policy file's ``margin`` and ``classes``, ``watch`` (what the server compares with) and ``evidence``.
+    """The policy file's ``margin`` and ``classes``, ``watch`` (what the server compares with) and ``evidence``. Where
+    answers have no margin, the first cut may be used for all of them (``margin`` is 0) or is refused, and there is
+    nothing to watch.
 
     ``each_question``: the bound is to hold for every question that has enough pictures by itself, and for all others
     together, with this confidence for all of them at once: each has its part of the chance that it does not.
@@ -105,7 +112,7 @@ def plan(pairs: Sequence[Pair], disagree: float, confidence: float, each_questio
     return {
         "margin": _number(margins.pop(REST, inf)),
         **({"classes": {name: _number(threshold) for name, threshold in margins.items()}} if margins else {}),
-        "watch": watched(pairs, escalated, disagree, confidence),
+        **({} if isinf(pairs[0].margin) else {"watch": watched(pairs, escalated, disagree, confidence)}),
         "evidence": {
             "disagree": disagree,
             "confidence": confidence,
@@ -196,10 +203,12 @@ def document(
     policy: Mapping[str, Any], first: Any = None, full: Any = None, about: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The policy file: ``tile_policy`` as a deployment or a request has it, ``watch``, and ``evidence`` with what is
-    known ``about`` the run."""
+    known ``about`` the run. Without anything to watch, the first cut is the policy."""
     cuts = {name: cut for name, cut in (("first", first), ("full", full)) if cut is not None}
     cascade = cuts | {name: policy[name] for name in ("margin", "classes") if name in policy}
     evidence = {**policy["evidence"], **(about or {}), "tessera": __version__, "date": date.today().isoformat()}
+    if "watch" not in policy:
+        return {"tile_policy": first, "evidence": evidence}
     return {"tile_policy": {"cascade": cascade}, "watch": policy["watch"], "evidence": evidence}
 
 
@@ -208,9 +217,10 @@ def print_plan(policy: Mapping[str, Any], console: Any) -> None:
     evidence = policy["evidence"]
     shares = {name: 100 * evidence[name] / evidence["pictures"] for name in ("differ_without", "escalated", "differ")}
     most, sure = 100 * evidence["disagree"], 100 * evidence["confidence"]
+    kept = f"margin {policy['margin']} nats: {shares['escalated']:.3g} % are escalated"
     lines = [
         f"{evidence['pictures']} pictures: the cuts differ in {shares['differ_without']:.3g} % of the answers",
-        f"margin {policy['margin']} nats: {shares['escalated']:.3g} % are escalated, {shares['differ']:.3g} % differ "
+        f"{kept if 'watch' in policy else 'the first cut for all'}, {shares['differ']:.3g} % differ "
         f"(at most {most:g} % with {sure:g} % confidence)",
         "image tokens a question: {cascade:g}, the full cut alone {full:g}".format(**evidence["tokens"]),
     ]

@@ -20,6 +20,7 @@ PROGRAMS = {
     "remote": ("bench.remote", "the vision stage on a server of its own, with and without TCP_NODELAY"),
     "pixels": ("bench.pixels", "4K and 8K pictures served, decoded by the CPU and by the GPU"),
     "replay": ("bench.replay", "pages of real documents, asked as `tessera parse` asks"),
+    "pruning": ("bench.pruning", "equal groups of patches left out: how many, and what is read without them"),
     "replay_pages": ("bench.replay_set", "makes the set of pages for `replay`"),
     "drafts": ("bench.drafts", "what drafts gain and cost, and that they change no answer"),
     "drafts_pages": ("bench.drafts_pages", "makes the fixed set of pages for `drafts`"),

@@ -16,7 +16,11 @@ watts are read. Figures are `seeds.replay.*`, of others `openai.seeds.replay.<la
 Loads: `c10`, exactly 10 requests in flight, of 10 pages; `saturated`, 96 pages in flight, at most 256 of their
 requests, as many as the engine runs at once; and, to say where a page's joules go, the saturated load's parts alone:
 `layouts` and `crops`, whose answers have one token, so that they are the pictures and their prompts. `decode_joules` is
-what is left of the whole, what parts gain or lose side by side included.
+what is left of the whole, what parts gain or lose side by side included. Only where named: `pruned_crops` and `pruned`,
+the saturated load without equal groups of patches in crops, or in all pictures. Loads that are named several times take
+turns:
+
+    python loadtest/bench replay replay.zip ... --loads saturated pruned_crops pruned saturated pruned_crops pruned
 
 Pages are counted by the rule of counting.py, where concurrency is the number of pages, at least 200 of them a run;
 requests, tokens and latencies are those of the steady part's pages. Answers are streamed, so that first tokens are
@@ -35,7 +39,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from math import hypot
+from math import hypot, nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -49,6 +53,7 @@ from load import Target, add_target_arguments, reached
 from measuring import Taken, drive
 from targets import STREAMED, openai_chat, picture_part, reply_of
 from tqdm import tqdm
+from turns import ratio
 
 from bench.replay_set import ReplaySet, Request, marked
 from tessera_client import Client, Retry
@@ -68,6 +73,12 @@ class Load:
     pace: float
     """Pages a second on an H200, about: for how long it will take."""
     part: str = ""
+    pruned: str = ""
+    """Which pictures are without equal groups of patches: crops, or all."""
+
+    def prunes(self, number: int) -> bool:
+        """Whether the picture of a page's request is; that of request 0 is the layout's."""
+        return self.pruned == "all" or (self.pruned == "crops" and number > 0)
 
 
 LOADS = {
@@ -77,8 +88,13 @@ LOADS = {
         Load("saturated", 96, 256, pace=10),
         Load("layouts", 96, 256, pace=30, part="layouts"),
         Load("crops", 96, 256, pace=15, part="crops"),
+        Load("pruned_crops", 96, 256, pace=10, pruned="crops"),
+        Load("pruned", 96, 256, pace=10, pruned="all"),
     )
 }
+
+PRUNED_JOULES = {"pruned_crops": 57, "pruned": 48}
+"""A page's that are aimed at."""
 
 Chat = Callable[[list[dict[str, Any]], dict[str, Any]], Reply]
 """(a conversation in the SDK's words, its sampling parameters) -> the whole answer."""
@@ -169,9 +185,10 @@ class Reader:
             request = replace(request, tokens=1)
         picture = picture_file(self._folder, page, number).read_bytes()
         messages = pages.client.messages(request, marked(picture, f"{self._seed} {turn} {number}"))
+        policy = {"tile_policy": {"prune": "equal"}} if self._load.prunes(number) else {}
         with self._slots:
             began = time.perf_counter()
-            return Answered.of(chat(messages, pages.client.sampling(request)), began)
+            return Answered.of(chat(messages, pages.client.sampling(request) | policy), began)
 
 
 def in_turn(turn: int, pages: int) -> int:
@@ -249,11 +266,29 @@ def split(taken: Mapping[str, Taken]) -> dict[str, tuple[float, float]]:
     return {"layout": (joules[1], margins[1]), "crops": (joules[2], margins[2]), "decode": (left, hypot(*margins))}
 
 
+def joules(taken: Taken) -> float:
+    """A page's; NaN where nobody told the watts."""
+    return taken.power.watts / taken.run.requests_s if taken.power else nan
+
+
+def report_pruned(turns: Mapping[str, Sequence[Taken]], **notes: Any) -> None:
+    """Emits a page's joules without equal groups, and what share they are of the whole pages' in the same turns."""
+    whole = [joules(taken) for taken in turns.get("saturated", ())]
+    for load, most in PRUNED_JOULES.items():
+        drawn = [joules(taken) for taken in turns.get(load, ())]
+        if drawn and len(drawn) == len(whole):
+            about = {"turns": len(drawn), "whole": round(fmean(whole), 2), "at_most": most, **notes}
+            if len(drawn) > 1:
+                about["share"], about["share_ci95"] = (round(part, 4) for part in ratio(drawn, whole))
+            figures.emit(f"pages.{load}.joules", round(fmean(drawn), 2), "J/page", **about)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("set", type=Path, help="what replay_pages made")
     add_target_arguments(parser)
-    parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=LOADS)
+    usual = [name for name, load in LOADS.items() if not load.pruned]
+    parser.add_argument("--loads", nargs="+", default=usual, choices=LOADS)
     parser.add_argument("--pages", type=int, help="in flight, instead of the load's own")
     parser.add_argument("--requests", type=int, help="in flight at most, instead of the load's own")
     parser.add_argument("--least", type=int, default=LEAST, help="pages that a run reads")
@@ -267,11 +302,13 @@ def main() -> int:
     loads = [
         replace(each, pages=options.pages or each.pages, requests=options.requests or each.requests) for each in loads
     ]
+    if options.target == "openai" and any(load.pruned for load in loads):
+        parser.error("only our own servers leave equal groups of patches out")
     count = len(ReplaySet(options.set).pages)
     pages = [pages_of_a_run(load, max(count, options.least)) for load in loads]
     lasts = sum(each / load.pace for each, load in zip(pages, loads))
     print(f"{sum(pages)} pages of {count}: about {lasts:.0f} s on an H200, and the server's start", file=sys.stderr)
-    found: dict[str, Taken] = {}
+    found: dict[str, list[Taken]] = {}
     with tempfile.TemporaryDirectory(prefix="tessera-replay-") as folder, reached(options) as target:
         encode_all(options.set, Path(folder), count)
         prefix = (
@@ -280,15 +317,17 @@ def main() -> int:
             + "seeds.replay"
             + f".{options.label}" * (options.label != "bf16")
         )
-        for load, asked in zip(loads, pages):
+        for place, (load, asked) in enumerate(zip(loads, pages)):
             # No two loads share pictures, which the server would know by then.
-            own_seed = seed + list(LOADS).index(load.name)
+            own_seed = seed + place
             reader = Reader(partial(connection, target, options.whole), options.set, Path(folder), load, own_seed)
             taken = drive(reader.prepare, load.pages, asked, options.processes, target.gpus, target.metrics)
             name = prefix + f".{load.name}" * (load.name != "saturated")
             report(load, taken, name, seed=own_seed, streamed=not options.whole, **target.notes)
-            found[load.name] = taken
-    parts = split(found)
+            found.setdefault(load.name, []).append(taken)
+    if target.gpus:
+        report_pruned(found)
+    parts = split({name: taken[-1] for name, taken in found.items()})
     for part, (joules, margin) in parts.items():
         share = joules / sum(value for value, _ in parts.values())
         figures.emit(

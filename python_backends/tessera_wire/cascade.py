@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
+MOST_TOKENS = 16
+"""Of an answer that is no label: each token's margin counts, and nothing is told before the last."""
+
 
 def question_class(question: str) -> str:
     """The class that a question is of, 16 hexadecimal digits: all with its very text, whatever its pictures."""

@@ -99,6 +99,19 @@ def test_each_question_with_enough_pictures_has_a_bound_of_its_own() -> None:
     assert [*fewer["classes"]] == [question_class("A door?")] and 0 < fewer["margin"] < 4
 
 
+def test_without_margins_the_first_cut_is_for_all_or_for_none() -> None:
+    """As for answers too long for a cascade."""
+    assert needed(0.01, 0.95, 1) == 473
+    policy = plan(pairs("Text Recognition:", 473, inf, differ=1), 0.01, 0.95)
+    assert policy["margin"] == 0.0 and "watch" not in policy
+    counts = {"pictures": 473, "escalated": 0, "differ": 1, "differ_without": 1}
+    assert counts.items() <= policy["evidence"].items()
+    assert policy["evidence"]["tokens"] == {"cascade": 64.0, "full": 448.0}
+    assert document(policy, first={"prune": "equal"})["tile_policy"] == {"prune": "equal"}
+    with pytest.raises(InvalidRequest, match="1 of 472 answers differ .* takes 473 pictures"):
+        plan(pairs("Text Recognition:", 472, inf, differ=1), 0.01, 0.95)
+
+
 @pytest.mark.parametrize(
     "answers, words",
     [

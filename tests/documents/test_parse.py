@@ -276,6 +276,7 @@ def test_without_one_a_page_is_one_text(parse: Any, tmp_path: Path) -> None:
         (("--engine", "paddleocr-vl"), "is no PaddleOCR-VL"),
         (("--engine", "paddleocr-vl", "--image-analysis"), "--image-analysis means nothing to --engine paddleocr-vl"),
         (("--layout-url", "layout:1"), "--layout-url means nothing to --engine mineru"),
+        (("--engine", "paddleocr-vl", "--prune-layout"), "--prune-layout means nothing to --engine paddleocr-vl"),
     ],
 )
 def test_an_engine_that_is_not_served_is_refused(
@@ -293,6 +294,31 @@ def test_options_reach_every_request(parse: Any, tmp_path: Path) -> None:
     asked = [json.loads(request.sampling or "") for request, *_ in reader.requests]
     assert [(each["priority"], each["max_tokens"]) for each in asked] == [(7, 30)] * 4
     assert all(49 < (timeout or 0) <= 50 for *_, timeout in reader.requests)
+
+
+def policies(reader: DocumentReader) -> list[Any]:
+    """Of the questions so far, layouts first."""
+    asked = sorted(reader.requests, key=lambda each: "Layout" not in (each[0].messages or ""))
+    return [json.loads(request.sampling or "").get("tile_policy") for request, *_ in asked]
+
+
+def test_steps_are_asked_about_without_equal_groups(parse: Any, tmp_path: Path) -> None:
+    """Each step where that is wanted, and pages again that were read otherwise."""
+    picture(FIRST).save(tmp_path / "a.png")
+    pruned = {"prune": "equal"}
+    for options, layout, crops in (
+        ((), None, None),
+        (("--prune-crops",), None, pruned),
+        (("--prune-layout",), pruned, None),
+        (("--prune-layout", "--prune-crops"), pruned, pruned),
+    ):
+        for asked in ([layout, crops, crops, crops], []):
+            reader = DocumentReader()
+            assert parse(reader, tmp_path / "a.png", *options) == 0 and policies(reader) == asked
+    finder, reader = DocumentReader(LAYOUT.replace("title", "chart")), ElementReader()
+    engine = ("--engine", "paddleocr-vl", "--layout-url", "layout:1", "--prune-crops")
+    assert parse(reader, tmp_path / "a.png", *engine, "--force", layout=finder) == 0
+    assert policies(reader) == [pruned] * 3 and policies(finder) == [None]
 
 
 OTHER = ServedModel("f" * 32, "qwen2_vl")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tiny_qwen2_vl import QWEN2_5_VL, QWEN2_VL
@@ -113,6 +114,17 @@ def test_the_rows_are_those_of_the_cpu(config, runner, request):
         beside = rows[start : start + len(alone)].double()
         start += len(alone)
         assert torch.nn.functional.cosine_similarity(alone, beside, dim=-1).mean() >= 0.998
+
+
+def test_some_groups_of_pictures_alone(config, runner, request):
+    """By a graph and beyond the largest: windows of few groups are more than a graph has room for."""
+    plain = TorchRunner.from_checkpoint(config, VisionSettings("torch", threads=4))
+    for grid in ((38, 22), (60, 60), (120, 100)):
+        mask = torch.rand(grid[0] * grid[1] // 4, generator=torch.Generator().manual_seed(1)) < 0.3
+        given = groups(picture(grid))[mask], [(1, *grid, np.packbits(mask.numpy()).tobytes())]
+        found, expected = runner.run(*given).double().cpu(), plain.run(*given).double()
+        cosines = torch.nn.functional.cosine_similarity(found, expected, dim=-1)
+        assert cosines.mean() >= LEAST_COSINE[request.node.callspec.params["runner"]]
 
 
 def test_a_forward_allocates_no_more_than_it_said(runner):

@@ -1,6 +1,7 @@
 """The replay asks a page's layout, then its crops, no more at once than it says, and reports what came of it."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 from bench import replay as bench_replay
 from bench import replay_set
 from bench.replay import LOADS, Load
-from bench.replay_set import Page, Request
-from closed_loop import Answered
+from bench.replay_set import Page, ReplaySet, Request
+from closed_loop import Answered, Reply
 from gpu_power import Draw
 from measuring import Taken
 from mineru_vl_utils.vlm_client.base_client import SamplingParams
@@ -51,7 +52,7 @@ def test_every_page_has_its_turn_and_runs_are_whole_rounds() -> None:
     turns = [bench_replay.in_turn(turn, 5) for turn in range(15)]
     assert [sorted(turns[at : at + 5]) for at in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3
     assert turns[:5] != turns[5:10]
-    assert [bench_replay.pages_of_a_run(each, 200) for each in LOADS.values()] == [205, 720, 720, 720]
+    assert [bench_replay.pages_of_a_run(each, 200) for each in LOADS.values()] == [205, *[720] * 5]
     assert bench_replay.pages_of_a_run(LOADS["c10"], 3) == counting.requests(10)
 
 
@@ -104,6 +105,37 @@ def test_joules_are_split_by_difference_and_only_of_three_runs() -> None:
     assert all(margin == pytest.approx(0, abs=1e-6) for _, margin in parts.values())  # the ends are evenly spaced
     assert bench_replay.split(taken | {"crops": taken["crops"]._replace(power=None)}) == {}
     assert bench_replay.split({"saturated": taken["saturated"]}) == {}
+
+
+def test_joules_without_equal_groups_are_of_the_same_turns(printed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["replay", "replay.zip"])
+
+    def run(watts: float) -> Taken:
+        answers = [page_answer(100 + turn / 10) for turn in range(1, counting.requests(4) + 1)]
+        return Taken(counting.count(100.0, answers, 4), Draw(watts, 1500.0, 61.0, 1.0), {}, [])
+
+    turns = {"saturated": [run(600), run(400)], "pruned": [run(450), run(300)], "pruned_crops": [run(500)]}
+    bench_replay.report_pruned(turns)
+    (line,) = printed().values()
+    assert (line["metric"], line["value"], line["whole"]) == ("pages.pruned.joules", 37.5, 50.0)
+    assert (line["share"], line["share_ci95"], line["turns"], line["at_most"]) == (0.75, 0.0, 2, 48)
+
+
+@pytest.mark.parametrize(("load_name", "pruned"), [("c10", 0), ("pruned_crops", 9), ("pruned", 10)])
+def test_what_is_asked_without_equal_groups(set_file: Path, tmp_path: Path, load_name: str, pruned: int) -> None:
+    asked: list[Any] = []
+
+    def chat(messages: Any, sampling: dict[str, Any]) -> Reply:
+        asked.append(sampling.get("tile_policy"))
+        return Reply(None, 1, 1)
+
+    bench_replay.encode(set_file, tmp_path, 2)
+    reader = bench_replay.Reader(lambda: nullcontext(chat), set_file, tmp_path, LOADS[load_name], 3)
+    with reader.prepare(0, 0):
+        pages = ReplaySet(set_file)
+        for number in range(10):
+            reader._ask(pages, chat, 1, number)
+    assert len(asked) == 10 and asked.count({"prune": "equal"}) == pruned and (pruned == 10) == (asked[0] is not None)
 
 
 NAMES = ("pages_s", "whole", "req_s", "tok_s", "prefill_p50_ms", "decode_p50_ms", "page_p50_s")

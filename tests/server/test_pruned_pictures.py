@@ -1,6 +1,7 @@
 """Pictures without their equal groups of patches, of the default document model, through the real server."""
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import Qwen2VLForConditionalGeneration
 
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
 from tessera_client import Answer, Client
+from tessera_command.cli import main
 
 pytestmark = pytest.mark.server
 
@@ -84,3 +86,25 @@ def test_a_cascade_from_it_to_the_whole_picture(documents: Launched) -> None:
         for margin, expected in ((0, pruned), ("inf", whole)):
             found = asked(client, lines(), {"cascade": {"first": EQUAL, "margin": margin}}, **labels)
             assert told(found) == told(expected) and found.cascade.escalated == (margin == "inf")
+
+
+def test_it_may_be_planned(documents: Launched, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a cascade, which may go on to the whole picture, and, for answers too long for one, as it is."""
+    noise = np.random.default_rng(0).integers(0, 256, (2, 140, 196, 3), np.uint8)
+    for name, pixels in (("a.png", noise[0]), ("b.png", noise[1]), ("c.png", lines())):
+        (tmp_path / name).write_bytes(file(pixels))
+    (tmp_path / "labels.csv").write_text("file,question\na.png,?\nb.png,?\nc.png,?\n")
+    asked = ["plan", str(tmp_path), "--url", documents.url("grpc"), "--first", "prune=equal", "--disagree", "60%"]
+    asked += ["--confidence", "40%"]
+    assert main([*asked, "--max-tokens", "40"]) == 0
+    said = capsys.readouterr()
+    policy = json.loads(said.out)
+    assert policy["tile_policy"] == EQUAL and "watch" not in policy and "the first cut for all" in said.err
+    evidence = policy["evidence"]
+    assert (evidence["pictures"], evidence["escalated"]) == (3, 0) and evidence["differ"] <= 1
+    assert evidence["tokens"]["cascade"] < evidence["tokens"]["full"]
+    assert main([*asked, "--max-tokens", "4"]) == 0
+    policy = json.loads(capsys.readouterr().out)
+    assert policy["tile_policy"]["cascade"]["first"] == EQUAL and policy["watch"]
+    assert main([*asked, "--max-tokens", "40", "--each-question"]) == 2
+    assert "answers of more than 16 tokens have no margin" in capsys.readouterr().err

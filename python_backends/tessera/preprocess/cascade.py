@@ -14,9 +14,8 @@ from typing import Any
 from tessera.errors import InvalidRequest
 from tessera.models.tile_policy import stated_keys
 from tessera.prompt.sampling import LARGEST, POLICY_KEYS, SamplingParameters
-from tessera_wire.cascade import question_class
+from tessera_wire.cascade import MOST_TOKENS, question_class
 
-MOST_TOKENS = 16  # of an answer that is no label: each token's margin counts, and nothing is told before the last
 KEYS = ("first", "full", "margin", "classes")
 
 
