@@ -32,7 +32,7 @@ def encoder(**settings) -> VisionEncoder:
 
 
 class Job:
-    deadline_ns = 0
+    deadline_ns = since_ns = 0
 
     def __init__(self, item: VisionItem, priority: int = 0) -> None:
         self.item, self.outcome, self.priority, self.ended = item, None, priority, threading.Event()
