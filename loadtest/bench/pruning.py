@@ -49,7 +49,7 @@ FILES: dict[str, Callable[[bytes], bytes]] = {"png": lambda encoded: encoded, "j
 
 
 def count_groups(path: Path, every: int) -> None:
-    """Emits what is left out of every so many pages, by what is asked about them."""
+    """Emits what is left out of the pages, by what is asked about them."""
     pages, preprocess = ReplaySet(path), Preprocessor.from_checkpoint(SHAPE)
     numbers, kept, prompts = range(0, len(pages.pages), every), Counter[Any](), Counter[Any]()
     for number in tqdm(numbers, "pages"):

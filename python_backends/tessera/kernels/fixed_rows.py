@@ -1,7 +1,7 @@
 """Products on a CPU whose bits depend neither on how many rows they have nor on which: for a deterministic server.
 
 A library multiplies one row by other instructions than many, and adds up in another order. Here every product of a
-linear layer is one of ROWS rows, filled up with zeros, whoever asks for it.
+linear layer is one of ROWS rows, filled up with zeros.
 """
 
 from collections.abc import Callable, Mapping
