@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
@@ -30,8 +29,8 @@ from measuring import counted
 from serving import Running, Setup, add_arguments, serve, setup, setup_notes
 from workloads import picture
 
-from tessera.checkpoint.config import TextConfig, context_length
-from tessera.models.registry import read_config
+from tessera.checkpoint.config import CheckpointConfig, TextConfig, context_length
+from tessera.models.registry import family_for, read_config
 from tessera.prompt.tokenizer import Tokenizer
 from tessera_client import Answer, Client, Retry
 
@@ -41,7 +40,7 @@ ROOM = 1000  # tokens for an answer, pictures and what the template adds
 CONTEXTS = 3  # in the pool
 WORDS = ("the", "room", "has", "a", "window", "and", "two", "doors", "near", "old", "red", "wires", "on", "white")
 BEGINNINGS = 8  # that prompts share
-SIDES = (224, 448, 640)
+SIDES = (224, 336, 448)
 LEFT_PART = 8  # of so many requests one more is left
 PATIENCE_S = 900.0
 SHOWN = 10
@@ -56,15 +55,15 @@ class Case(NamedTuple):
     beside: dict[str, Any]
 
 
-def cases(numbers: Sequence[int], folder: Path, context: int) -> list[Case]:
+def cases(numbers: Sequence[int], model: CheckpointConfig, context: int) -> list[Case]:
     """Those of these numbers, the same in each run."""
     sample = " ".join(Random(0).choices(WORDS, k=1000))
-    words_a_token = 1000 / len(Tokenizer.from_folder(folder).encode(sample))
-    longest = min(LONGEST, context - ROOM)
-    return [_case(number, words_a_token, longest) for number in numbers]
+    words_a_token = 1000 / len(Tokenizer.from_folder(model.folder).encode(sample))
+    few = {"max_tiles": 4} if family_for(model).cost_unit == "tiles" else {}
+    return [_case(number, words_a_token, min(LONGEST, context - ROOM), few) for number in numbers]
 
 
-def _case(number: int, words_a_token: float, longest: int) -> Case:
+def _case(number: int, words_a_token: float, longest: int, few: dict[str, Any]) -> Case:
     dice = Random(f"bits {number}")
     length = round(words_a_token * SHORTEST * (longest / SHORTEST) ** dice.random())
     shared = Random(number % BEGINNINGS).choices(WORDS, k=round(dice.random() * length)) if number % 2 else []
@@ -72,13 +71,7 @@ def _case(number: int, words_a_token: float, longest: int) -> Case:
     sides = [(dice.choice(SIDES), dice.choice(SIDES)) for _ in range(dice.choice((1, 1, 2)))] if number % 10 < 3 else []
     pictures = [picture(*size, seed=(number, place)) for place, size in enumerate(sides)]
     tokens = dice.randint(256, 320) if number % 10 in (1, 4, 7) else dice.choice((1, 4, 16, 64))
-    options: dict[str, Any] = {
-        "max_tokens": tokens,
-        "ignore_eos": True,
-        "logprobs": 5,
-        "max_tiles": 4,
-        "temperature": 0,
-    }
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 5} | few
     if number % 4 == 3:
         options |= {"temperature": 0.8, "top_p": 0.95, "seed": number}
     beside = {"priority": dice.randint(-2, 2)} | ({"draft_pool": "all"} if dice.random() < 0.5 else {})
@@ -197,8 +190,8 @@ def main() -> int:
     config = read_config(base.checkpoint)
     context = context_length(config.text, int(base.settings.get("max_model_len", 0)) or None)
     own = {"language_model.kv_cache_bytes": str(pool_bytes(config.text, context, 2 if base.gpus else 4))}
-    own |= {"language_model.drafts": "4"} if not base.gpus else {}
-    requests = cases(range(first - 1, options.requests, step), base.checkpoint, context)
+    own |= {"language_model.drafts": "4"}
+    requests = cases(range(first - 1, options.requests, step), config, context)
     name = ".".join(filter(None, ("bits", options.card or ("gpu" if base.gpus else "cpu"), options.form)))
     worst = 0
     for mode in options.modes:
