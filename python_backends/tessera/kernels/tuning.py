@@ -5,7 +5,6 @@ Which implementation the layers use: the triton kernels on a GPU, their twins in
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -17,7 +16,7 @@ from statistics import median
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from tessera.settings.user_cache import cache_folder, write_whole
+from tessera.settings.user_cache import cache_folder, source_digest, write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -85,8 +84,7 @@ def machine_of(device: torch.device) -> str:
 def kernels_version() -> str:
     """Eight digits that change with the text of our kernels, and of how they are measured."""
     package = Path(__file__).parents[1]
-    files = [file for folder in ("kernels", "linear", "models") for file in sorted(package.glob(f"{folder}/**/*.py"))]
-    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4).hexdigest()
+    return source_digest(*(package / folder for folder in ("kernels", "linear", "models")))[:8]
 
 
 def graph_milliseconds(way: Callable[[], object]) -> float:

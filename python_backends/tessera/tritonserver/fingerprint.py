@@ -14,6 +14,7 @@ import tessera
 from tessera.settings import schema
 from tessera.settings.schema import Effective
 from tessera.settings.stages import STAGES, EngineConfig, VisionSettings
+from tessera.settings.user_cache import source_digest
 from tessera.tritonserver.settings import StageSettings
 
 # Said by the mode; and how much room there is, and who waits for whom, by which its answers do not change.
@@ -32,14 +33,15 @@ def fingerprint(settings: StageSettings, config: EngineConfig) -> str:
 
     Only with ``deterministic`` are weights read as a whole, which takes a second a GB; else of their files the headers.
     """
-    code = sorted(Path(tessera.__file__).parent.rglob("*.py"))
-    parts = (_checkpoint(settings.checkpoint, config.deterministic), _files(code), _digest(_machine(settings, config)))
+    code = source_digest(Path(tessera.__file__).parent)
+    parts = (_checkpoint(settings.checkpoint, config.deterministic), code, _digest(_machine(settings, config)))
     return ".".join((*(part[:8] for part in parts), "deterministic" if config.deterministic else "fast"))
 
 
 def _checkpoint(folder: Path, whole: bool) -> str:
     files = sorted(file for file in folder.iterdir() if file.suffix in (*_TEXTS, _WEIGHTS))
-    return _files(files, whole)
+    with ThreadPoolExecutor() as pool:  # hashing holds no lock
+        return _digest(pool.map(partial(_file, whole=whole), files))
 
 
 def _machine(settings: StageSettings, config: EngineConfig) -> Iterable[str]:
@@ -69,11 +71,6 @@ def _gpu() -> str:
     import torch
 
     return f"{torch.cuda.get_device_name(0)} {torch.version.cuda}"
-
-
-def _files(files: Iterable[Path], whole: bool = True) -> str:
-    with ThreadPoolExecutor() as pool:  # hashing holds no lock
-        return _digest(pool.map(partial(_file, whole=whole), files))
 
 
 def _file(file: Path, whole: bool) -> str:

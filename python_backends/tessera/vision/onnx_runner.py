@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tessera.checkpoint.config import CheckpointConfig
 from tessera.models import tower as towers
 from tessera.models.tower import Tower, Wires, load_tower, onnx_writer, unfilled_tower, vision_fingerprint
 from tessera.settings.stages import VisionSettings
-from tessera.settings.user_cache import cache_folder, is_kept, remove_unused, write_whole
+from tessera.settings.user_cache import cache_folder, is_kept, remove_unused, source_digest, write_whole
 from tessera.vision.fp8_tower import check_rows, gate_tiles
 
 _LOG = logging.getLogger(__name__)
@@ -88,10 +87,8 @@ def kept_graph(config: CheckpointConfig, int8: bool = False) -> Path | bytes:
 
 def graph_path(fingerprint: str) -> Path:
     """Where the graph of these weights, as today's code writes it, is kept."""
-    code = blake2b(digest_size=8)
-    for source in sorted(Path(towers.__file__).parent.rglob("*.py")):  # the families' too
-        code.update(source.read_bytes())
-    return cache_folder() / f"vision-{fingerprint}-{code.hexdigest()}.onnx"
+    code = source_digest(Path(towers.__file__).parent)  # the families' too
+    return cache_folder() / f"vision-{fingerprint}-{code}.onnx"
 
 
 def _written(config: CheckpointConfig, int8: bool, fingerprint: str = "") -> bytes:
