@@ -56,6 +56,7 @@ def test_each_setting_says_who_set_it(tmp_path: Path) -> None:
         ({"weights": "none"}, "weights is 'none'; it must be one of checkpoint, random"),
         ({"device": "cuda"}, "device is cuda, but (CUDA_VISIBLE_DEVICES|this machine)"),
         ({"deterministic": "1"}, "deterministic is '1'; it must be one of off, on"),
+        ({"deterministic": "on", "threads": "2"}, "deterministic is on, and it does not hold with several threads"),
         ({"deterministic": "on", "vision_encoder.vision_url": "there:1"}, "deterministic .* leave vision_url out"),
     ],
 )

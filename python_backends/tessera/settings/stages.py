@@ -74,6 +74,8 @@ class EngineConfig:
             )
         if self.deterministic and self.device != "cpu":
             raise ConfigError("engine: " + _NOT_DETERMINISTIC.format("on a GPU yet", "set device to cpu"))
+        if self.deterministic and self.device == "cpu" and self.threads > 1:  # one works from any value to any other
+            raise ConfigError("engine: " + _NOT_DETERMINISTIC.format("with several threads", "leave threads out"))
 
     @property
     def max_rows(self) -> int:
