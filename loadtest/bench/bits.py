@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count
+from itertools import count, zip_longest
 from random import Random
 from typing import Any, NamedTuple
 
@@ -118,11 +118,12 @@ def kill_when(wanted: threading.Event, server: Running, stage: str) -> None:
             os.kill(json.load(page)["stages"][stage]["pid"], signal.SIGKILL)
 
 
-def differ(alone: Answer, beside: Answer) -> tuple[bool, bool]:
-    """Whether tokens do, and whether bits of log probabilities do, which JSON keeps."""
-    tokens, others = ([each["token_id"] for each in answer.logprobs] for answer in (alone, beside))
+def differ(alone: Answer, beside: Answer) -> tuple[bool, int | None]:
+    """Whether tokens do, and at which the first bit of a log probability does (JSON keeps bits), if any."""
+    pairs = list(zip_longest(alone.logprobs or (), beside.logprobs or ()))
     ends = (alone.text, alone.finish_reason) != (beside.text, beside.finish_reason)
-    return ends or tokens != others, json.dumps(alone.logprobs) != json.dumps(beside.logprobs)
+    tokens = any(one is None or other is None or one["token_id"] != other["token_id"] for one, other in pairs)
+    return ends or tokens, next((n for n, (a, b) in enumerate(pairs) if json.dumps(a) != json.dumps(b)), None)
 
 
 def pool_bytes(text: TextConfig, context: int, itemsize: int) -> int:
@@ -145,15 +146,17 @@ def run(asked: Setup, requests: Sequence[Case], kill: bool) -> dict[str, Any]:
         with urllib.request.urlopen(server.health, timeout=30) as page:
             restarts = json.load(page)["restarts"]
     found = [differ(*pair) for pair in zip(alone, beside)]
-    wrong = [number for number, each in enumerate(found) if any(each)]
+    wrong = [number for number, (tokens, place) in enumerate(found) if tokens or place is not None]
     for number in wrong[:SHOWN]:
-        told = {name: requests[number].options[name] for name in ("max_tokens", "temperature")}
-        print(f"{number}: tokens, bits: {found[number]} {told} {alone[number].usage}", file=sys.stderr, flush=True)
+        told = requests[number].options | requests[number].beside
+        words = f"{number}: tokens, first bit: {found[number]} {told} {alone[number].usage} {beside[number].usage}"
+        print(words, file=sys.stderr, flush=True)
     prompts = sorted(answer.usage.prompt_tokens for answer in alone if answer.usage)
     since = after if restarts else after - before  # a server that starts again counts from 0
     return {
         "differences": len(wrong),
         "tokens_differ": sum(tokens for tokens, _ in found),
+        "first_bits": [found[number][1] for number in wrong[:SHOWN]],
         "prompt_tokens": [prompts[0], prompts[len(prompts) // 2], prompts[-1]],
         "long_answers": sum(each.options["max_tokens"] >= 256 for each in requests),
         "with_pictures": sum(bool(each.pictures) for each in requests),
@@ -165,7 +168,7 @@ def run(asked: Setup, requests: Sequence[Case], kill: bool) -> dict[str, Any]:
     }
 
 
-def part(text: str) -> tuple[int, int]:
+def part_of(text: str) -> tuple[int, int]:
     """The value of --part."""
     number, total = map(int, text.split("/"))
     if not 1 <= number <= total:
@@ -177,7 +180,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument(
-        "--part", type=part, default=(1, 1), metavar="K/N", help="every Nth request alone, from the Kth"
+        "--part", type=part_of, default=(1, 1), metavar="K/N", help="the Kth of N parts, one after the other"
     )
     parser.add_argument("--card", default="", help="what the figures call the GPU, as in h200")
     parser.add_argument("--form", default="", help="what they call the weights, as in bf16")
@@ -185,13 +188,14 @@ def main() -> int:
     parser.add_argument("--no-kill", dest="kill", action="store_false", help="let the language model live")
     add_arguments(parser)
     options = parser.parse_args()
-    first, step = options.part
+    part, parts = options.part
+    numbers = range((part - 1) * options.requests // parts, part * options.requests // parts)
     base = setup(options)
     config = read_config(base.checkpoint)
     context = context_length(config.text, int(base.settings.get("max_model_len", 0)) or None)
     own = {"language_model.kv_cache_bytes": str(pool_bytes(config.text, context, 2 if base.gpus else 4))}
     own |= {"language_model.drafts": "4"}
-    requests = cases(range(first - 1, options.requests, step), config, context)
+    requests = cases(numbers, config, context)
     name = ".".join(filter(None, ("bits", options.card or ("gpu" if base.gpus else "cpu"), options.form)))
     worst = 0
     for mode in options.modes:
@@ -199,7 +203,7 @@ def main() -> int:
         told = run(replace(base, settings=settings, restart=options.kill), requests, options.kill)
         differences = told.pop("differences")
         metric = f"{name}.differences" if mode == "on" else f"{name}.off.differences"
-        about = {"of": len(requests), "part": f"{first}/{step}", "in_flight": IN_FLIGHT, **told, **setup_notes(options)}
+        about = {"of": len(requests), "part": f"{part}/{parts}", "in_flight": IN_FLIGHT, **told, **setup_notes(options)}
         figures.emit(metric, differences, "answers", ceiling=0, **about)
         worst = max(worst, differences if mode == "on" else 0)
     return int(worst > 0)

@@ -23,13 +23,13 @@ def answer(text: str, *logprobs: float) -> Answer:
 @pytest.mark.parametrize(
     ("other", "found"),
     [
-        (answer("a", -0.5, 0.0), (False, False)),
-        (answer("a", -0.5, -0.0), (False, True)),
-        (answer("a", -0.5), (True, True)),
-        (answer("b", -0.5, 0.0), (True, False)),
+        (answer("a", -0.5, 0.0), (False, None)),
+        (answer("a", -0.5, -0.0), (False, 1)),
+        (answer("a", -0.5), (True, 1)),
+        (answer("b", -0.5, 0.0), (True, None)),
     ],
 )
-def test_any_bit_counts(other: Answer, found: tuple[bool, bool]) -> None:
+def test_any_bit_counts(other: Answer, found: tuple[bool, int | None]) -> None:
     assert differ(answer("a", -0.5, 0.0), other) == found
 
 
