@@ -6,6 +6,7 @@ memory. Ways take turns, each in a CUDA graph over more copies of its weights th
 
     elementwise    norm, activation, rotary embedding with the write to the cache, the likeliest of logits
     skinny         products of few rows in bfloat16, and the gate-up product with its activation (`gate_up*`)
+    rows           products of any number of rows whose bits are a row's own, those of the vision tower too
     w4a16          the same with 4-bit weights; figures `quant.w4a16.m*` (speed over cuBLAS, summed over four shapes)
     fp8            products in e4m3 for 96 and 256 rows, beside cuBLAS without scales
     experts        a layer's routing and products, of Qwen3-30B-A3B's shape, beside torch's grouped ones in bfloat16
@@ -23,7 +24,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -44,17 +45,19 @@ from tessera.kernels.norm import add_rms_norm
 from tessera.kernels.operands import PagedCache, finished
 from tessera.kernels.paged_decode import choose_splits, decode_attention
 from tessera.kernels.rotary import rotate_and_store
+from tessera.kernels.row_linear import row_linear
 from tessera.kernels.skinny_linear import skinny_deferred, skinny_fp8, skinny_gate_up
 from tessera.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
 from tessera.kernels.w4_layout import PackedW4
 from tessera.kernels.w4a16 import w4a16_gate_up, w4a16_linear
 
 HIDDEN, FEED_FORWARD, HEADS, KV_HEADS, HEAD_DIM = 3584, 18944, 28, 4, 128
+TOWER = {"vit qkv": (3072, 1024), "vit output": (1024, 1024), "vit fc1": (4096, 1024), "vit fc2": (1024, 4096)}
 SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}  # n, k
 HEAD = (151680, 3584)
 GATED = "gate_up*"  # with the activation; beside the sums, not in them
 GROUP, CHUNK = 128, 64  # of 4-bit weights
-ROWS, FP8_ROWS = (1, 16, 32, 64), (96, 256)
+ROWS, FP8_ROWS, ANY_ROWS = (1, 16, 32, 64), (96, 256), (10, 64, 2528, 8192)
 EXPERTS, PICKED, EXPERT_HIDDEN, EXPERT_SIZE = 128, 8, 2048, 768
 EXPERT_ROWS = (1, 10, 64, 256, 1024, 8192)
 DECODES = [(pieces, 1, context) for context in (450, 2400) for pieces in (1, 10, 64, 256)]
@@ -227,6 +230,14 @@ def _skinny_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return finished(skinny_deferred(x, weight))
 
 
+def rows() -> Iterator[Case]:
+    for (name, (n, k)), m in product({**SHAPES, **TOWER}.items(), ANY_ROWS):
+        x, weights = normal(m, k), [normal(n, k) * 0.02 for _ in _copies(2 * n * k)]
+        library = [partial(F.linear, x, weight) for weight in weights]
+        case = _product("rows", name, x, weights, library, (row_linear, F.linear), 2 * (n * k + m * (k + n)))
+        yield replace(case, flop=2 * m * n * k if m > 64 else 0)
+
+
 def w4a16() -> Iterator[Case]:
     for name, (n, k) in {**SHAPES, GATED: SHAPES["gate_up"]}.items():
         weights = [random_w4(n, k) for _ in _copies(n * k // 2)]
@@ -379,8 +390,8 @@ def prefill() -> Iterator[Case]:
 
 
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
-    "elementwise": elementwise, "skinny": skinny, "w4a16": w4a16, "fp8": fp8, "experts": experts, "decode": decode,
-    "prefill": prefill,
+    "elementwise": elementwise, "skinny": skinny, "rows": rows, "w4a16": w4a16, "fp8": fp8, "experts": experts,
+    "decode": decode, "prefill": prefill,
 }  # fmt: skip
 
 

@@ -290,11 +290,11 @@ def tiny_config(**changes):
     return TextConfig(**(values | changes))
 
 
-def tiny_model(seed=3, device="cpu", **changes):
+def tiny_model(seed=3, device="cpu", dtype=torch.float32, **changes):
     """A random model whose answers depend strongly on the whole prompt."""
     torch.set_num_threads(1)
     config = tiny_config(**changes)
-    model = model_class(config.architecture)(config, scheme_selector(None), torch.float32, torch.device(device))
+    model = model_class(config.architecture)(config, scheme_selector(None), dtype, torch.device(device))
     model.randomize(seed)
     for name, buffer in model.named_buffers():
         if buffer.ndim > 1 and "embedding" not in name:

@@ -97,15 +97,14 @@ def bits_of(events, name):
     return [[x for event in own for x in event.token_ids], [x for event in own for x in event.logprobs or []]]
 
 
-def differences(seed, deterministic):
+def differences(seed, deterministic, model, block_sizes=(4, 7, 16), room=1, **settings):
     """How many requests of a mix are answered with other bits than alone."""
     dice = random.Random(seed)
-    model = MODEL if seed % 2 else tiny_model(architecture="Qwen3MoeForCausalLM", experts=EXPERTS)
-    same = dict(deterministic=deterministic, kv_cache_dtype=dice.choice(["auto", "fp8"]), eos=STOP)
+    same = dict(deterministic=deterministic, kv_cache_dtype=dice.choice(["auto", "fp8"]), eos=STOP, **settings)
     engine = tiny_engine(
         model,
-        block_size=dice.choice([4, 7, 16]),
-        kv_cache_bytes=dice.choice([30, 60]) * BLOCK,
+        block_size=dice.choice(block_sizes),
+        kv_cache_bytes=dice.choice([30, 60]) * BLOCK * room,
         max_batched_tokens=dice.choice([17, 60, 512]),
         max_sequences=dice.choice([3, 16]),
         drafts=dice.choice([0, 4]),
@@ -121,7 +120,7 @@ def differences(seed, deterministic):
         if dice.random() < 0.05:
             engine.cancel(dice.choice(made).number)
         events += engine.step()
-    alone, found = tiny_engine(model, prefix_cache="off", **same), 0
+    alone, found = tiny_engine(model, prefix_cache="off", block_size=block_sizes[-1], **same), 0
     for request in made:
         alone.submit(replace(request, number=-1 - request.number))
         expected, said = bits_of(run(alone), request.request_id), bits_of(events, request.request_id)
@@ -134,7 +133,18 @@ def differences(seed, deterministic):
 @pytest.mark.parametrize("seed", range(6))
 def test_a_deterministic_answer_has_the_bits_of_one_that_was_alone(seed):
     """Whatever shares its steps and the pool, whatever is drafted, cut into chunks, cached, preempted or ended."""
-    assert differences(seed, deterministic=True) == 0 < differences(seed, deterministic=False)
+    model = MODEL if seed % 2 else tiny_model(architecture="Qwen3MoeForCausalLM", experts=EXPERTS)
+    assert differences(seed, True, model) == 0 < differences(seed, False, model)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("seed", range(6))
+def test_so_it_has_on_a_gpu(seed, monkeypatch):
+    monkeypatch.setattr("tessera.settings.stages._ON_A_GPU", True)
+    experts = dict(architecture="Qwen3MoeForCausalLM", experts=EXPERTS) if seed % 3 == 2 else {}
+    model = tiny_model(device="cuda", dtype=torch.bfloat16, head_dim=16, **experts)
+    assert differences(seed, True, model, (16, 32), 3, device="cuda", graph_batch_size=4 * (seed % 2)) == 0
 
 
 @pytest.mark.parametrize(

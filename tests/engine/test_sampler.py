@@ -13,6 +13,7 @@ from penalties_reference import penalized
 from tessera.engine.execution.penalties import Histories, echoes, history
 from tessera.engine.execution.sampler import SamplingRow, sample, uniform
 from tessera.engine.sequence import MOST_MARGIN, SamplingParameters, Sequence
+from tessera.kernels.fixed_rows import FixedRows
 from tessera.kernels.transfer import Moment
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0, 1.5]).log_softmax(0)
@@ -44,6 +45,28 @@ def test_logprobs_describe_the_model_not_the_sampling():
     assert math.isclose(report.logprob, float(LOGITS[4]), abs_tol=1e-5)
     assert [token for token, _ in report.top] == [1, 4]
     assert math.isclose(report.top[0][1], float(LOGITS[1]), abs_tol=1e-5)
+
+
+def test_of_equally_likely_tokens_a_deterministic_server_reports_the_first():
+    logits = torch.zeros(2, 3000)
+    logits[1, 7::100] = 3
+    with FixedRows():
+        (_, even), (_, peaks) = tokens(logits, [row(logprobs=5)] * 2)
+    assert [token for token, _ in even.top] == [0, 1, 2, 3, 4]
+    assert [token for token, _ in peaks.top] == [7, 107, 207, 307, 407]
+
+
+def test_a_deterministic_server_samples_as_others_do():
+    """The same tokens, but for one whose number falls between two sums."""
+    logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(1)) * 2
+    rows = [row(seed, seed, temperature=0.9, top_p=0.9, top_k=40, logprobs=3) for seed in range(len(logits))]
+    expected = tokens(logits.clone(), rows)
+    with FixedRows():
+        found = tokens(logits.clone(), rows)
+    assert [token for token, _ in found] == [token for token, _ in expected]
+    for (_, report), (_, other) in zip(found, expected):
+        assert report.logprob == pytest.approx(other.logprob, abs=1e-5)
+        assert [token for token, _ in report.top] == [token for token, _ in other.top]
 
 
 def test_the_margin_is_between_those_that_a_token_was_chosen_among():

@@ -71,6 +71,7 @@ WAYS = {  # four decode beside each other, then three: one of the static buffer'
     "graphs": dict(graphs=(1, 2, 4), prompt_graphs=(16, 48, 128)),
     "graphs for few": dict(graphs=(1, 2), async_launch=False),
     "prompt graphs alone": dict(prompt_graphs=(16, 48), async_launch=False, max_batched_tokens=40),
+    "one order": dict(graphs=(1, 2, 4), prompt_graphs=(16, 48, 128), attention="fixed_triton"),
     "uncached pieces": dict(max_batched_tokens=23, prefix_cache="off"),
 }
 

@@ -1,4 +1,4 @@
-"""Compiles the kernels w4a16, gate_up_silu and of experts for a Hopper GPU, on any machine.
+"""Compiles the kernels w4a16, gate_up_silu, row_linear and of experts for a Hopper GPU, on any machine.
 
 A script, as an interpreted process cannot compile.
 """
@@ -12,6 +12,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from tessera.kernels.experts import _arrange, _grouped, _route, plan_grouped
 from tessera.kernels.gate_up_silu import GateUpPlan, _gate_up_silu
+from tessera.kernels.row_linear import RowPlan, _row_product, plan_rows
 from tessera.kernels.w4a16 import W4Plan, _swizzled, _w4a16
 
 SHARED_MEMORY = 227 * 1024
@@ -48,6 +49,24 @@ def gate_up_silu(plan: GateUpPlan) -> None:
     product = f"wgmma.mma_async.sync.aligned.m64n{2 * plan.columns}k16"
     options = {"num_warps": plan.warps, "num_stages": plan.stages}
     compile_for_hopper(ASTSource, _gate_up_silu, signature, constants, product, **options)
+
+
+def row_linear(plan: RowPlan, form: str) -> None:
+    """All plans must multiply by wgmma: that rows' bits are their own is known of one kind of instruction."""
+    depth = plan.depth // (1 if form == "fp8e4nv" else 2)
+    signature = {
+        "x": f"tensordesc<{form}[{plan.rows}, {depth}]>",
+        "weight": f"tensordesc<{form}[{plan.columns}, {depth}]>",
+        "out": f"tensordesc<bf16[{plan.rows}, {plan.columns}]>",
+        "bias": "*bf16",
+        **dict.fromkeys(("m", "n", "k"), "i32"),
+        **(dict.fromkeys(("x_scales", "scales"), "*fp32") if form == "fp8e4nv" else {}),
+    }
+    constants = {"ROWS": plan.rows, "COLUMNS": plan.columns, "DEPTH": depth, "GROUP": plan.group, "EARLY": True}
+    none = {name: None for name in ("x_scales", "scales") if name not in signature}
+    product = f"wgmma.mma_async.sync.aligned.m64n{plan.columns}k"
+    options = {"num_warps": plan.warps, "num_stages": plan.stages}
+    compile_for_hopper(ASTSource, _row_product, signature, {**constants, **none}, product, **options)
 
 
 def w4a16(rows: int, plan: W4Plan, gated: bool) -> None:
@@ -109,6 +128,9 @@ if __name__ == "__main__":
     for pairs, form in ((80, "bf16"), (80, "i16"), (8192, "i16"), (65536, "i16"), (65536, "fp8e4nv"), (65536, "bf16")):
         experts(pairs, form)
     gate_up_silu(GateUpPlan())
+    for plan in {plan_rows(m, n, 132) for m in (1, 64, 128, 512, 2528, 8192) for n in (1024, 3584, 37888)}:
+        for form in ("bf16", "fp8e4nv"):
+            row_linear(plan, form)
     for gated in (False, True):
         w4a16(8, W4Plan(64, 2), gated)
         w4a16(64, W4Plan(128, 2, warps=8), gated)

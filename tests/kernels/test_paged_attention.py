@@ -8,8 +8,10 @@ from paged_fakes import BLOCK, PagedBatch, close, shape_of
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
-from tessera.kernels.operands import PagedCache
+from tessera.kernels import row_attention
+from tessera.kernels.operands import AttentionPlan, PagedCache
 from tessera.kernels.paged_decode import choose_splits, decode_attention
+from tessera.kernels.row_attention import lane_programs, row_decode, row_prefill
 from tessera.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -37,6 +39,36 @@ def attended(batch):
     tiles = torch.from_numpy(prefill_tiles(batch.counts, batch.contexts, queries)).to(batch.q.device)
     pieces = batch.rows, batch.count, batch.context, batch.blocks, tiles
     return prefill_attention(batch.q, batch.cache, *pieces, batch.scale, empty_like(batch.q))
+
+
+@pytest.fixture
+def short_lanes(monkeypatch):
+    """Segments of one tile, so that a context of some has lanes of several."""
+    monkeypatch.setattr(row_attention, "SEGMENT", 64)
+    monkeypatch.setattr(row_attention, "LANES", 2)
+
+
+@pytest.mark.usefixtures("short_lanes")
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("programs", [0, 1, 2])
+def test_lanes_are_the_whole_context(half, device, generator, programs, fp8):
+    """Without programs of single queries, a piece's program does all lanes."""
+    singles = [(1, context) for context in (1, 0, 64, 65, 129, 200)]
+    pieces = singles if programs else [(1, 1), (20, 70), (3, 131), (4, 260)]
+    batch = batch_of(pieces, half, device, generator, 3, fp8)
+    out, plan = empty_like(batch.q), AttentionPlan(64, 64, 4, 2)
+    if programs:
+        row_decode(batch.q, batch.cache, batch.blocks, batch.context, batch.scale, programs, out)
+    else:
+        tiles = torch.from_numpy(prefill_tiles(batch.counts, batch.contexts, plan.rows // 3)).to(device)
+        lines = batch.rows, batch.count, batch.context, batch.blocks, tiles
+        row_prefill(batch.q, batch.cache, *lines, batch.scale, out, plan)
+    close(out, batch.expected())
+
+
+@pytest.mark.parametrize(("sequences", "programs"), [(1, 16), (10, 8), (64, 1), (400, 1)])
+def test_how_many_programs_share_the_lanes(sequences, programs):
+    assert lane_programs(sequences, 4, 132) == programs
 
 
 HEADS = [(7, 64, False), (7, 64, True), (1, 96, True), (16, 128, False), (3, 16, False)]

@@ -14,7 +14,7 @@ from tessera.kernels.w4_layout import chunk_of, pack, unpack
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
-from tessera.kernels.w4a16 import W4Plan, plan_w4a16, w4a16_gate_up, w4a16_linear, widen_w4
+from tessera.kernels.w4a16 import W4Plan, plan_fixed, plan_w4a16, w4a16_gate_up, w4a16_linear, widen_w4
 
 #: k and group: chunks of 64, 32 and 16 columns, groups of one, of two, of a block and of more
 LAYOUTS = [(512, 128), (384, 128), (128, 32), (256, 64), (256, 256), (192, 192), (192, 16)]
@@ -151,3 +151,10 @@ def test_plans_are_possible(sms):
     for m, (n, blocks) in product((1, 8, 9, 16, 17, 32, 33, 64), shapes):
         plan = plan_w4a16(m, n, blocks, sms)
         assert 1 <= plan.programs <= -(-n // plan.block_n) * blocks
+
+
+@pytest.mark.parametrize(("n", "k"), [(4608, 3584), (3584, 18944), (37888, 3584), (64, 256)])
+def test_a_fixed_plan_cuts_the_work_alike_for_any_number_of_rows(n, k):
+    plans = [plan_fixed(m, n, k // 256, 132) for m in range(1, 65)]
+    assert len({(plan.block_n, plan.programs) for plan in plans}) == 1
+    assert all(plan.programs <= -(-n // plan.block_n) * (k // 256) for plan in plans)

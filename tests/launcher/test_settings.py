@@ -86,10 +86,15 @@ def test_on_a_gpu_the_defaults_and_the_division_are_its_own(gpu: None, monkeypat
     assert set_up(REPOSITORY, None, {}, {}).division is None  # the stages find the size
 
 
-def test_what_a_deterministic_server_does_not_hold_is_refused(gpu: None) -> None:
+def test_what_a_deterministic_server_does_not_hold_is_refused(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"deterministic": "on"}
     for config_name, words in ((None, "does not hold on a GPU yet"), ("tensorrt", "does not")):
         with pytest.raises(ConfigError, match=f"deterministic is on.* {words}"):
-            set_up(REPOSITORY, config_name, {}, {"deterministic": "on"})
+            set_up(REPOSITORY, config_name, {}, asked)
+    monkeypatch.setattr("tessera.settings.stages._ON_A_GPU", True)
+    set_up(REPOSITORY, None, {}, asked)
+    with pytest.raises(ConfigError, match="deterministic is on.* leave gpu_pixels out"):
+        set_up(REPOSITORY, None, {}, asked | {"gpu_pixels": "1"})
 
 
 def test_instances_and_a_choice_of_models_are_links_to_the_repository(tmp_path: Path) -> None:

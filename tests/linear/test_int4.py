@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from measured_fakes import fill, prefers
 
+from tessera.kernels.fixed_rows import FixedRows
 from tessera.kernels.fp8_rows import Fp8Rows, Fp8Sums
 from tessera.kernels.operands import finished
 from tessera.linear.formats import int4
@@ -116,6 +117,18 @@ def test_the_fastest_way_is_measured_for_each_number_of_rows(monkeypatch, free):
         best = {16: W4A16, 1024: DEQUANTIZED}
     for layer in layers:
         assert {rows: way for rows, way in layer.scheme.ways if rows in best} == best
+
+
+@pytest.mark.usefixtures("hopper")
+def test_where_bits_are_fixed_the_kernel_takes_any_number_of_rows(monkeypatch):
+    """Or never any, where it is wrong."""
+    layer, choices = made()[0], prefers("rescaled")
+    for right, ways in ((True, {W4A16}), (False, {"rows"})):
+        monkeypatch.setattr(int4, "_agrees", lambda *_, right=right: right)
+        with FixedRows():
+            choose([layer], LinearShape(64, SIZE, True, "gate_up", torch.float32), choices, "a machine")
+        assert {layer.scheme.way(layer, rows) for rows in (1, 64, 65, 8192)} == ways
+    assert not choices.asked
 
 
 @pytest.mark.usefixtures("hopper")

@@ -7,6 +7,7 @@ import torch
 from measured_fakes import Choices
 
 from tessera.kernels import reference
+from tessera.kernels.fixed_rows import FixedRows
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.linear import unquantized
 from tessera.linear.scheme import Linear, LinearShape
@@ -64,6 +65,17 @@ def test_each_number_of_rows_is_measured_and_holds_down_to_the_one_before(ran, w
             found = {layer.scheme.way(layer, each) for each in (rows // 2 + 1, rows)}
             assert found == {FUSED if rows in won else CUBLAS}
         assert layer.scheme.way(layer, 9000) == (FUSED if 8192 in won else CUBLAS)
+
+
+@pytest.mark.parametrize(("place", "found"), [("gate_up", [FEW_ROWS, CUBLAS, FUSED]), ("qkv", [CUBLAS] * 3)])
+def test_where_bits_are_fixed_nothing_is_measured(ran, place, found):
+    choices = choices_of(16, 8192)
+    with FixedRows():
+        layers = tuned(choices, place=place)
+    assert not choices.asked
+    for layer in layers:
+        for rows, way in zip(((1, 64), (65, 4095), (4096, 9000)), found, strict=True):
+            assert {layer.scheme.way(layer, each) for each in rows} == {way}
 
 
 def test_it_runs_from_the_found_number_of_rows_on(ran):

@@ -12,6 +12,7 @@ from tiny_qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tiny_qwen2_vl_tower import config_of, groups, picture, wires
 
 from tessera.kernels.operands import AttentionPlan
+from tessera.kernels.tower_attention import attend_in_triton
 from tessera.kernels.tower_layers import PLAIN
 from tessera.kernels.tuning import MeasuredChoices, kernels_version
 from tessera.models.tower import load_tower
@@ -151,6 +152,12 @@ def test_attention_is_chosen_for_pictures_of_one_size_and_for_others(tower, tmp_
         built.clear()
         kernels.attend_within(lengths, DEVICE)
         assert bool(built) is ours, lengths
+
+
+def test_without_measurements_pictures_of_any_sizes_have_one_attention(tower, monkeypatch):
+    monkeypatch.setattr("tessera.models.qwen2_vl.vision.Qwen2ViT.forward", lambda *_, **__: None)
+    kernels = deepcopy(tower).bfloat16().tuned(60, None).keywords["kernels"]
+    assert kernels.attend_within.func is attend_in_triton and not kernels.epilogue
 
 
 def test_a_runner_of_graphs_has_its_kernels_measured_where_there_are_none(tmp_path, monkeypatch):

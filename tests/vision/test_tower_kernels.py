@@ -188,6 +188,15 @@ def test_what_a_kernel_cannot_take_is_refused(call, message):
         call()
 
 
+def test_without_measurements_each_tile_attends_by_itself(tmp_path):
+    """By one kernel for any number of them."""
+    tower = load_tower(read_config(hf_native(tmp_path / "tiny", Shape(image_size=56, patch_size=14)))).half().to(DEVICE)
+    kernels = tower.tuned(3, None).keywords["kernels"]
+    assert not kernels.epilogue
+    query, key, value = normal(3, 17, 3, 2, 16).half().unbind(2)
+    torch.testing.assert_close(kernels.attend(query, key, value), PLAIN.attend(query, key, value), atol=2e-3, rtol=2e-3)
+
+
 @pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "silu"])
 def test_the_activation_in_place(activation):
     linear, x = nn.Linear(8, 16).requires_grad_(False).to(DEVICE), normal(3, 5, 8)

@@ -218,6 +218,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 _BACKENDS = {
     "fixed": "tessera.attention.torch_backend:FixedBackend",
+    "fixed_triton": "tessera.attention.triton_backend:FixedTritonBackend",
     "sdpa": "tessera.attention.torch_backend:SdpaBackend",
     "triton": "tessera.attention.triton_backend:TritonBackend",
 }

@@ -1,4 +1,5 @@
-"""Our own kernels: rotate and store in one launch, split-K decoding, prefill over cached prefixes."""
+"""Our own kernels: rotate and store in one launch, split-K decoding, prefill over cached prefixes; and both in one
+order, whose bits depend on nothing but what a query sees."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ import numpy as np
 import torch
 
 from tessera.attention.backend import AttentionBackend, AttentionStep, HeadShape, KvStorage, LastQueries, SpanTable
-from tessera.kernels.operands import DeferredProduct, HeadNorms
+from tessera.kernels.operands import AttentionPlan, DeferredProduct, HeadNorms
 from tessera.kernels.paged_decode import choose_splits, decode_attention
 from tessera.kernels.rotary import rotate_and_store
+from tessera.kernels.row_attention import PLAN, lane_programs, row_decode, row_prefill
 from tessera.kernels.skinny_linear import multiprocessors
 from tessera.kernels.transfer import load, to_device
 from tessera.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
@@ -98,9 +100,12 @@ class TritonBackend(AttentionBackend):
     """The default on a GPU. Pieces of prompts read keys and values as they were stored, whether they begin a prompt or
     not; single queries have a kernel of their own."""
 
+    _decode = staticmethod(decode_attention)
+    _prefill = staticmethod(prefill_attention)
+
     def __init__(self, shape: HeadShape, storage: KvStorage) -> None:
         super().__init__(shape, storage)
-        plan = default_plan(shape.head_dim, storage.dtype)
+        plan = self._prefill_plan()
         self.tile_queries = plan.rows // (shape.heads // shape.kv_heads)
         # Splits are for a GPU: interpreted, each takes its time.
         self._processors = multiprocessors(storage.device) if storage.device.type == "cuda" else 1
@@ -135,9 +140,9 @@ class TritonBackend(AttentionBackend):
         if singles is not None:
             first = len(singles.context)
             tables = (singles.blocks, singles.context)
-            decode_attention(q[:first], cache, *tables, self.scale, singles.splits, out[:first])
+            self._decode(q[:first], cache, *tables, self.scale, singles.splits, out[:first])
         if pieces is not None:
-            prefill_attention(q, cache, *pieces, self.scale, out)
+            self._prefill(q, cache, *pieces, self.scale, out)
         return out
 
     def _singles(self, table: SpanTable, which: np.ndarray) -> _Singles:
@@ -155,8 +160,25 @@ class TritonBackend(AttentionBackend):
         most = -(-int(table.context[which].max()) // self.storage.block_size)
         return table.blocks[which, :most].T
 
+    def _prefill_plan(self) -> AttentionPlan:
+        return default_plan(self.shape.head_dim, self.storage.dtype)
+
     def _splits(self, sequences: int, most_tokens: int) -> int:
+        """How many programs share a query's context."""
         return choose_splits(sequences, self.shape.kv_heads, most_tokens, self._processors)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array, self.storage.device)
+
+
+class FixedTritonBackend(TritonBackend):
+    """Both of one kernel that goes through keys in one order."""
+
+    _decode = staticmethod(row_decode)
+    _prefill = staticmethod(row_prefill)
+
+    def _prefill_plan(self) -> AttentionPlan:
+        return PLAN
+
+    def _splits(self, sequences: int, most_tokens: int) -> int:
+        return lane_programs(sequences, self.shape.kv_heads, self._processors)

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from tessera.kernels.activation import gated
+from tessera.kernels.fixed_rows import fixed
 from tessera.kernels.fp8 import early_launch, wait_for_previous
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.operands import MAX_ROWS, Partials, Routing, StoredWeights
@@ -144,7 +145,7 @@ def _multiply(
         n, columns = n // 2, columns // 2
     out = torch.empty(
         (pairs, n) if gate else (picked, tokens, n),
-        dtype=dtype if gate or tokens > MAX_ROWS else torch.float32,
+        dtype=dtype if gate or tokens > MAX_ROWS or fixed() else torch.float32,
         device=values.device,
     )
     touched = min(pairs, experts)  # each has one tile, and one more for every ``plan.rows`` further pairs

@@ -10,5 +10,6 @@ from tessera.kernels.likeliest import likeliest
 from tessera.kernels.norm import add_and_norm, add_rms_norm
 from tessera.kernels.penalties import append_tokens, penalized
 from tessera.kernels.rotary import apply_rotary, rotate_and_store
+from tessera.kernels.row_linear import row_linear, row_product
 from tessera.kernels.skinny_linear import skinny_deferred, skinny_fp8, skinny_gate_up
 from tessera.kernels.w4a16 import w4a16_gate_up, w4a16_linear, widen_w4

@@ -201,6 +201,23 @@ skinny_gate_up = gate_up_silu
 #: x of few rows e4m3, weight e4m3 [n, k], scales float32 [n], bias [n], dtype -> [m, n]
 skinny_fp8 = fp8_linear
 
+#: x [..., k], weight [n, k], bias [n] or None -> [..., n]
+row_linear = F.linear
+
+
+def row_product(
+    x: torch.Tensor | Fp8Rows,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """x [m, k], weight [n, k], where in e4m3 with ``scales`` float32 [n], bias [n] -> [m, n] of ``dtype``."""
+    if isinstance(x, Fp8Rows):
+        assert scales is not None
+        return fp8_linear(x, weight, scales, bias, dtype)
+    return F.linear(x, weight, bias)
+
 
 def w4a16_linear(x: torch.Tensor, weights: PackedW4, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [m, k], W [n, k], bias [n] -> [m, n]; W is not rounded, sums are float32."""

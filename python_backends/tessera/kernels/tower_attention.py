@@ -105,6 +105,23 @@ def attend_in_triton(lengths: Sequence[int], device: torch.device, plan: Attenti
     return attend_pictures
 
 
+def fixed_plan(device: torch.device) -> AttentionPlan | HopperPlan:
+    """That of :func:`triton_configs` which serves where no picture's bits may depend on others."""
+    *_, plan = triton_configs(device).values()
+    return plan
+
+
+def fixed_attention(tiles: int, tokens: int, device: torch.device) -> Attend:
+    """As :func:`attend` on a GPU, of this many tiles, each by itself."""
+    within = attend_in_triton([tokens] * tiles, device, fixed_plan(device))
+
+    def attend_tiles(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        rows = within(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1))
+        return rows.unflatten(0, (tiles, tokens))
+
+    return attend_tiles
+
+
 def attention_by(plan: AttentionPlan | HopperPlan) -> Callable[..., torch.Tensor]:
     """varlen_attention, or hopper_attention. ImportError where there is no Triton, or none with Gluon."""
     if isinstance(plan, HopperPlan):

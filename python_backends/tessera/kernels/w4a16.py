@@ -38,6 +38,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tessera.kernels.activation import gated
+from tessera.kernels.fixed_rows import fixed
 from tessera.kernels.operands import MAX_ROWS
 from tessera.kernels.skinny_linear import multiprocessors
 from tessera.kernels.w4_layout import ZERO_BITS, PackedW4
@@ -82,6 +83,13 @@ def plan_w4a16(m: int, n: int, blocks: int, sms: int) -> W4Plan:
     return W4Plan(64, _shares(tiles, blocks, resident * sms), 4, stages)
 
 
+def plan_fixed(m: int, n: int, blocks: int, sms: int) -> W4Plan:
+    """One that cuts tiles and shares in one way for any m, so that no row's bits depend on how many there are."""
+    rows, block_n = padded_rows(m), 128 if triton.cdiv(n, 64) > 4 * sms else 64
+    warps = 8 if rows == MAX_ROWS and block_n == 128 else 4
+    return W4Plan(block_n, _shares(triton.cdiv(n, block_n), blocks, 2 * sms), warps, 4 if rows == 16 else 3)
+
+
 def _shares(tiles: int, blocks: int, slots: int) -> int:
     """Programs: whole splits of a tile where there are slots for all, so that each waits for others once at most."""
     return tiles * max(1, min(slots // tiles, blocks // 2)) if tiles <= slots else slots
@@ -110,9 +118,11 @@ def w4a16_gate_up(
 def _launch(
     x: torch.Tensor, weights: PackedW4, bias: torch.Tensor | None, gate: bool, plan: W4Plan | None
 ) -> torch.Tensor:
+    if len(x) > MAX_ROWS and fixed():
+        return torch.cat([_launch(rows, weights, bias, gate, plan) for rows in x.split(MAX_ROWS)])
     (m, k), n = _check(x, weights), weights.shape[0]
     blocks, _, chunk = weights.codes.shape
-    plan = plan or plan_w4a16(m, n, blocks, multiprocessors(x.device))
+    plan = plan or (plan_fixed if fixed() else plan_w4a16)(m, n, blocks, multiprocessors(x.device))
     block_m, tiles = padded_rows(m), triton.cdiv(n, plan.block_n)
     if plan.block_n not in (64, 128, 256) or not 1 <= plan.programs <= tiles * blocks:
         raise ValueError(f"w4a16: {plan} for {tiles} tiles of {blocks} blocks")

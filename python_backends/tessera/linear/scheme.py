@@ -97,6 +97,10 @@ class LinearScheme(ABC):
     def possible(self, layer: Linear, shape: LinearShape, rows: int) -> list[str]:
         """The ways to multiply this many rows, of equally fast ones the best first; none where none is looked for."""
 
+    def fixed_ways(self, layer: Linear, shape: LinearShape) -> Ways:
+        """The ways where no row's bits may depend on other rows."""
+        return ()
+
     @abstractmethod
     def beyond(self, layer: Linear) -> str:
         """The way for any number of rows."""

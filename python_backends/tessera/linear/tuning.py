@@ -16,21 +16,27 @@ from functools import partial
 
 import torch
 
+from tessera.kernels.fixed_rows import USUAL, fixed
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.operands import PagedCache
 from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_milliseconds, layer_kernels, machine_of
 from tessera.linear.scheme import Linear, LinearShape, Place, Ways
-from tessera.linear.unquantized import RmsNorm
+from tessera.linear.unquantized import CUBLAS, RmsNorm
 
 
 def choose(layers: Sequence[Linear], shape: LinearShape, choices: MeasuredChoices, machine: str) -> None:
-    """Finds the fastest way for each of some numbers of rows, with the layers' neighbours in the decoder layer.
+    """Finds the fastest way for each of some numbers of rows, with the layers' neighbours in the decoder layer; or
+    takes the ways whose bits do not depend on these, and measures nothing.
 
     ``layers`` differ in nothing but their numbers: they have one shape, and hold the same buffers.
     """
     first, scheme = layers[0], layers[0].scheme
     measured = taking_turns(layers, shape)
     scheme.check(first, shape)
+    if fixed():
+        for layer in layers:
+            layer.scheme.ways = scheme.fixed_ways(first, shape)
+        return
 
     def run(place: InPlace, ways: Ways) -> None:
         for layer in measured:
@@ -61,6 +67,16 @@ def tune(places: Mapping[Linear, Place], device: torch.device, most_rows: int) -
     choices = MeasuredChoices(choices_path(), graph_milliseconds)
     for shape, layers in layers_alike({layer: place for layer, place in places.items() if place != "experts"}):
         choose(layers, replace(shape, most_rows=most_rows), choices, machine_of(device))
+        if fixed() and shape.place != "alone":
+            _meet(layers[0], most_rows)
+
+
+def _meet(layer: Linear, most_rows: int) -> None:
+    """Has it found out for which numbers of rows the library has our bits; other numbers are made up of these."""
+    x = torch.empty((most_rows, layer.in_features), dtype=layer.dtype, device=layer.device)
+    for rows in range(USUAL, most_rows + 1, USUAL):
+        if layer.scheme.way(layer, rows) == CUBLAS:
+            layer(x[:rows])
 
 
 def layers_alike(places: Mapping[Linear, Place]) -> list[tuple[LinearShape, list[Linear]]]:

@@ -1,5 +1,7 @@
 """Plain weights in the model's dtype: linear layers', the normalisation's and the token embeddings'."""
 
+import sys
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -7,9 +9,10 @@ from torch import nn
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.operands import GATE_UP_MULTIPLE, K_MULTIPLE, MAX_ROWS, DeferredProduct, finished
 from tessera.kernels.tuning import layer_kernels
-from tessera.linear.scheme import Linear, LinearScheme, LinearShape, Tensors, plain_of, rows_of
+from tessera.linear.scheme import Linear, LinearScheme, LinearShape, Tensors, Ways, plain_of, rows_of
 
 CUBLAS, FEW_ROWS, FUSED = "cublas", "few rows", "fused"
+_FUSED_FROM = 4096  # rows, where it is not measured: below they are mostly of a graph, which may take the library's
 _LARGE = ((9, 0), (10, 0), (10, 3))  # compute capabilities with more than 180 KB of shared memory
 
 
@@ -67,6 +70,14 @@ class Unquantized(LinearScheme):
         few = rows <= MAX_ROWS and shape.inputs % K_MULTIPLE == 0
         fused = gated and whole and rows >= 1024 and _fits(layer.device)
         return [CUBLAS, *[FEW_ROWS] * few, *[FUSED] * fused]
+
+    def fixed_ways(self, layer: Linear, shape: LinearShape) -> Ways:
+        """Of gate and up, whose product for few rows does not split k."""
+        if shape.place != "gate_up":
+            return ()
+        few = FEW_ROWS in self.possible(layer, shape, 1)
+        fused = FUSED in self.possible(layer, shape, _FUSED_FROM)
+        return *[(MAX_ROWS, FEW_ROWS)] * few, (_FUSED_FROM - 1, CUBLAS), *[(sys.maxsize, FUSED)] * fused
 
     def beyond(self, layer: Linear) -> str:
         """What was found for the most rows that a step may have measured."""

@@ -55,8 +55,9 @@ class Tower(torch.nn.Module):
         """The most memory that a forward takes at a time, its rows included; ``scores``: attention writes its own."""
         raise NotImplementedError
 
-    def tuned(self, cost: int, choices: MeasuredChoices) -> Forward:
-        """The forward for so much, in a tower that does not split for up to that, with what is the fastest on its GPU.
+    def tuned(self, cost: int, choices: MeasuredChoices | None) -> Forward:
+        """The forward for so much, in a tower that does not split for up to that, with what is the fastest on its GPU;
+        without ``choices`` with what gives a picture the same bits whatever it is beside.
 
         Without wires where the tower splits.
         """

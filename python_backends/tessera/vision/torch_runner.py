@@ -12,12 +12,15 @@ nothing with the larger ones that either writes, so that one of them may run bes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError
+from tessera.kernels.fixed_rows import FixedRows
 from tessera.kernels.graphs import GraphPool
 from tessera.kernels.transfer import to_device, uploadable
 from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_milliseconds
@@ -31,8 +34,12 @@ class TorchRunner:
 
     beside = 0
 
-    def __init__(self, tower: Tower, forward: Forward | None = None) -> None:
+    def __init__(
+        self, tower: Tower, forward: Forward | None = None, products: AbstractContextManager[Any] | None = None
+    ) -> None:
+        """``products``: what is entered while it runs."""
         self.tower = tower
+        self._products = products or nullcontext()
         self._forward: Forward = forward or tower
         self.device = next(tower.parameters()).device
 
@@ -44,15 +51,23 @@ class TorchRunner:
         tower = serving_tower(config, settings)
         if settings.runner != "graph":
             return cls(tower)
-        choices = MeasuredChoices(choices_path(), graph_milliseconds)
-        return cls(tower, tower.tuned(settings.infer_batch_size * tower.batch_unit, choices))
+        fixed = FixedRows()
+        with fixed.learning() if settings.deterministic else nullcontext():
+            forward = tower.tuned(settings.infer_batch_size * tower.batch_unit, _choices(settings))
+        return cls(tower, forward, fixed if settings.deterministic else None)
 
     def activation_bytes(self, cost: int) -> int:
         return self.tower.activation_bytes(cost)
 
     @torch.inference_mode()
     def run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
-        return self._forward(to_device(pixels, self.device), wires)
+        with self._products:
+            return self._forward(to_device(pixels, self.device), wires)
+
+
+def _choices(settings: VisionSettings) -> MeasuredChoices | None:
+    """None where nothing is measured."""
+    return None if settings.deterministic else MeasuredChoices(choices_path(), graph_milliseconds)
 
 
 # A forward of this few tiles is short and may be waited for; beside a step of 8,192 tokens each of its kernels
@@ -89,10 +104,11 @@ class GraphRunner:
         Raises CheckpointError, or ConfigError when the GPU's memory does not hold them.
         """
         largest = settings.infer_batch_size
-        choices = MeasuredChoices(choices_path(), graph_milliseconds)
+        choices = _choices(settings)
         try:
             tower = serving_tower(config, settings)
-            return cls(tower, bucket_sizes(largest), lambda cost: tower.tuned(cost, choices))
+            with FixedRows().learning() if settings.deterministic else nullcontext():
+                return cls(tower, bucket_sizes(largest), lambda cost: tower.tuned(cost, choices))
         except torch.cuda.OutOfMemoryError as error:
             raise ConfigError(
                 f"the vision tower with forwards of {largest} tiles does not fit the GPU's free memory: lower "

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -48,9 +48,9 @@ class ModelRunner:
         attention: AttentionBackend,
         max_sequences: int,
         max_rows: int,
-        products: AbstractContextManager[Any] | None = None,
+        deterministic: bool = False,
     ) -> None:
-        """``max_rows``: tokens that a step may choose; ``products``: what is entered while a step runs."""
+        """``max_rows``: tokens that a step may choose; ``deterministic``: the setting."""
         weight = model.embedding.get_buffer("weight")
         self.vocab_size = model.config.vocab_size
         self.hidden_size = model.config.row_size
@@ -64,7 +64,9 @@ class ModelRunner:
         self.step_times: list[tuple[int, int]] = []
         self._model = model
         self._attention = attention
-        self._products = products or nullcontext()
+        fixed = FixedRows()
+        self._products = fixed if deterministic else nullcontext()
+        self._learning = fixed.learning if deterministic else nullcontext
         self._dtype = weight.dtype
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
@@ -83,12 +85,14 @@ class ModelRunner:
         heads = model.heads
         block = (config.block_size, heads.kv_heads, heads.head_dim)
         layers, fp8 = len(model.layers), config.kv_cache_dtype == "fp8"
-        fixed = config.deterministic and weight.device.type == "cpu"
+        backend = config.attention
+        if config.deterministic:
+            backend = "fixed" if weight.device.type == "cpu" else "fixed_triton"
 
         def runner(num_blocks: int) -> ModelRunner:
             storage = KvStorage(layers, (num_blocks, *block), weight.dtype, weight.device, fp8)
-            attention = create_backend("fixed" if fixed else config.attention, heads, storage)
-            return cls(model, attention, config.max_sequences, config.max_rows, FixedRows() if fixed else None)
+            attention = create_backend(backend, heads, storage)
+            return cls(model, attention, config.max_sequences, config.max_rows, config.deterministic)
 
         block_bytes = KvStorage(layers, (1, *block), weight.dtype, torch.device("meta"), fp8).nbytes
         num_blocks = count_blocks(
@@ -96,10 +100,10 @@ class ModelRunner:
         )
         _LOG.info("cache: %d blocks of %d tokens", num_blocks, config.block_size)
         whole = runner(num_blocks)
-        if fixed:  # each of its products once: what this CPU cannot hold is found out now
+        if config.deterministic:  # each of its products once: what this machine cannot hold is found out now
             whole.logits(prompts_of(1, max_model_len, config)[0])
         if whole.async_launch:
-            with torch.inference_mode():  # answers found before are read from disk
+            with torch.inference_mode(), whole._learning():  # answers found before are read from disk
                 tune(model.places(), weight.device, config.max_batched_tokens)
         largest = min(config.graph_batch_size, config.max_sequences)
         if largest and whole.async_launch:
@@ -132,7 +136,7 @@ class ModelRunner:
 
         Their sequences hold at most ``most_blocks``.
         """
-        with torch.inference_mode():
+        with torch.inference_mode(), self._learning():
             if batch_sizes:
                 self._histories.reserve(batch_sizes, most_blocks * self._attention.storage.block_size)
                 given = most_blocks, self._last_sampled, self._histories

@@ -2,6 +2,9 @@
 
 A sampled token comes from one uniform number, which is a hash of the request's seed and the token's place in the
 answer. So a request draws the same tokens whatever else is in the batch, and again after a preemption.
+
+Of a deterministic server likelihoods are added up as integers, which come to the same sum in any order: torch adds
+floating numbers in one that depends on how many rows there are, and on how a row lies in memory.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ import torch
 
 from tessera.engine.execution.penalties import Penalties
 from tessera.engine.sequence import MOST_MARGIN, NOT_FINITE, Report, SampledToken, SamplingParameters, Sequence
+from tessera.kernels.fixed_rows import fixed
 from tessera.kernels.transfer import Moment, to_device, to_host
 from tessera.kernels.tuning import layer_kernels
+
+_ONE = 1 << 44  # a likelihood of 1; sums of 2**18 of them are integers of 64 bits
 
 
 class SamplingRow(NamedTuple):
@@ -113,7 +119,7 @@ def sample(
     logprobs = None
     if reported:
         where = to_device(np.array(reported, np.int64), device)
-        logprobs = logits[where].float().log_softmax(dim=-1)
+        logprobs = _log_softmax(logits[where].float())
     spread = _spread(logits)  # before any token is forbidden
     biased = [(i, *pair) for i, row in enumerate(rows) for pair in row.parameters.logit_bias]
     if biased:
@@ -144,6 +150,20 @@ def sample(
     own = logprobs.gather(1, tokens[where][:, None])[:, 0]
     details = (own, logprobs.gather(1, wanted), wanted, _margins(logits, rows, where))
     return SampledRows(_checked(tokens, spread), started, list(zip(reported, counts)), details)
+
+
+def _counted(likelihoods: torch.Tensor) -> torch.Tensor:
+    """Numbers of 0..1 as integers of _ONE."""
+    return (likelihoods * _ONE).round().to(torch.int64)
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Of rows [m, vocabulary], which may be overwritten."""
+    if not fixed():
+        return logits.log_softmax(dim=-1)
+    logits -= logits.amax(dim=-1, keepdim=True)
+    sums = _counted(logits.exp()).sum(dim=-1, keepdim=True)
+    return logits.sub_((sums.double() / _ONE).log().float())
 
 
 def _biased(logits: torch.Tensor, biased: list[tuple[int, int, float]]) -> torch.Tensor:
@@ -187,7 +207,17 @@ def _wanted(logprobs: torch.Tensor, rows: list[SamplingRow]) -> tuple[list[int],
     for line, row in zip(children, rows):
         line[: len(row.children)] = row.children
     named = to_device(children, logprobs.device)
-    return counts, torch.where(named < 0, logprobs.topk(most, dim=-1).indices, named)
+    return counts, torch.where(named < 0, _likeliest(logprobs, most), named)
+
+
+def _likeliest(logprobs: torch.Tensor, most: int) -> torch.Tensor:
+    """The likeliest tokens of each row, int64 [m, most]; of equal ones torch takes any, a deterministic server the
+    first."""
+    if not fixed():
+        return logprobs.topk(most, dim=-1).indices
+    bits = logprobs.view(torch.int32).to(torch.int64)  # negative numbers, the larger the further from 0
+    tokens = torch.arange(logprobs.shape[1], device=logprobs.device)
+    return (-(bits & 0x7FFFFFFF) * (1 << 32) - tokens).topk(most, dim=-1).indices
 
 
 def uniform(seed: int, place: int) -> float:
@@ -211,15 +241,17 @@ def _draw(logits: torch.Tensor, rows: SequenceType[SamplingRow]) -> torch.Tensor
     scaled.masked_fill_(scaled < least, float("-inf"))
     top_k = column([row.parameters.top_k if row.parameters.top_k > 0 else vocabulary for row in rows])
     scaled.masked_fill_(torch.arange(vocabulary, device=logits.device) >= top_k, float("-inf"))
-    probabilities = scaled.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
+    shares = _counted(scaled.exp_()) if fixed() else scaled.softmax(dim=-1)
+    before = shares.cumsum(dim=-1) - shares
     top_p = column([row.parameters.top_p for row in rows])
-    probabilities.masked_fill_(before >= top_p, 0)
-    cumulative = probabilities.cumsum(dim=-1)
+    if fixed():
+        top_p = top_p.double() * shares.sum(dim=-1, keepdim=True)
+    shares.masked_fill_(before >= top_p, 0)
+    cumulative = shares.cumsum(dim=-1)
     target = column([uniform(row.seed, row.place) for row in rows]) * cumulative[:, -1:]
-    place = torch.searchsorted(cumulative, target, right=True)
-    kept = (probabilities > 0).sum(dim=-1, keepdim=True)
+    place = torch.searchsorted(cumulative, target.to(cumulative.dtype), right=True)
+    kept = (shares > 0).sum(dim=-1, keepdim=True)
     return order.gather(1, place.minimum(kept - 1).clamp(min=0))[:, 0]  # of NaN none is kept
 
 
-_DRAWN_AT_ONCE = 256  # rows, each of which takes 50 bytes a token of the vocabulary meanwhile
+_DRAWN_AT_ONCE = 256  # rows, each of which takes 60 bytes a token of the vocabulary meanwhile

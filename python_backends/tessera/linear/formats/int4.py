@@ -1,12 +1,14 @@
 """Four bits a weight, in groups along the input: W = (codes - zeros) * scales."""
 
 import logging
+import sys
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 
 from tessera.errors import CheckpointError
+from tessera.kernels.fixed_rows import fixed
 from tessera.kernels.fp8_rows import Fp8Rows, quantize_rows, quantize_weight
 from tessera.kernels.operands import MAX_ROWS, GroupedOperands, Routing
 from tessera.kernels.tuning import layer_kernels
@@ -152,7 +154,7 @@ class Int4(LinearScheme):
             return x, layer.weight
         pairs = len(x) * layer.picked if routing is None else len(routing.pairs)
         x, packed = _sorted(layer, x), _packed(layer)
-        if pairs < _MANY_TOKENS * layer.experts:
+        if pairs < _MANY_TOKENS * layer.experts or fixed():
             return x, packed
         return x, layer_kernels(layer.device.type).widen_w4(packed, layer.dtype)
 
@@ -161,6 +163,9 @@ class Int4(LinearScheme):
             return []
         copies = [] if layer.weight is None else products_for(layer, rows)
         return [*copies, *[W4A16] * (self._trusted and rows <= MAX_ROWS), DEQUANTIZED]
+
+    def fixed_ways(self, layer: Linear, shape: LinearShape) -> Ways:
+        return ((sys.maxsize, W4A16),) if self._trusted else ()
 
     def way(self, layer: Linear, rows: int) -> str:
         return super().way(layer, rows) if _is_packed(layer) else DEQUANTIZED

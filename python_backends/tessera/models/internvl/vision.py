@@ -9,6 +9,7 @@ is a reshape.
 
 import math
 from collections.abc import Callable, Set
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -19,6 +20,7 @@ from torch.nn import functional
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.weights import Target, copy_whole
 from tessera.kernels.fp8_rows import Fp8Rows
+from tessera.kernels.tower_attention import fixed_attention
 from tessera.kernels.tower_layers import ATTENTIONS, GELUS, PLAIN, Fp8Linear, TowerKernels, gpu_kernels
 from tessera.kernels.tuning import MeasuredChoices, machine_of
 from tessera.models.internvl.config import VisionConfig
@@ -208,8 +210,8 @@ class InternViT(Tower):
         return {name: cast(nn.Linear, self.get_submodule(name)) for name in every}
 
     @torch.inference_mode()
-    def tuned(self, cost: int, choices: MeasuredChoices) -> Forward:
-        """With the kernels measured on the tower's own weights and shapes; in float32 there is no choice.
+    def tuned(self, cost: int, choices: MeasuredChoices | None) -> Forward:
+        """With the kernels measured on the tower's own weights and shapes, or ours; in float32 there is no choice.
 
         Of a tower in FP8 only the attention is measured.
         """
@@ -218,10 +220,13 @@ class InternViT(Tower):
             return partial(self, kernels=gpu_kernels())
         attention, mlp = layer.attention, layer.mlp
         tokens, width, heads = self.position_embedding.shape[1], weight.shape[-1], attention.heads
+        fp8 = isinstance(attention.output, Fp8Linear)
+        if choices is None:
+            alone = fixed_attention(cost, tokens, weight.device)
+            return partial(self, kernels=replace(gpu_kernels(fp8=fp8), attend=alone))
         machine = machine_of(weight.device)
         x = torch.randn(cost, tokens, width, dtype=weight.dtype, device=weight.device)
         query, key, value = attention.qkv(x).unflatten(-1, (3, heads, width // heads)).unbind(2)
-        fp8 = isinstance(attention.output, Fp8Linear)
         every = {name: gpu_kernels(name, fp8=fp8) for name in ATTENTIONS}
         backend = choices.fastest(  # with the layer after it, in front of which FP8 quantizes
             f"vision attention and output{' in fp8' * fp8}, {cost} x {tokens}, {heads} heads of {width // heads}, "

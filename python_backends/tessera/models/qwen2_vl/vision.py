@@ -16,9 +16,10 @@ from torch.nn import functional
 
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.weights import Target, copy_whole
+from tessera.kernels.fixed_rows import fixed
 from tessera.kernels.fp8_rows import Fp8Rows
-from tessera.kernels.operands import filled_head
-from tessera.kernels.tower_attention import Attend, VarlenAttention, attend_in_triton, triton_configs
+from tessera.kernels.operands import AttentionPlan, HopperPlan, filled_head
+from tessera.kernels.tower_attention import Attend, VarlenAttention, attend_in_triton, fixed_plan, triton_configs
 from tessera.kernels.tower_layers import PLAIN, Fp8Linear, TowerKernels, gpu_kernels, varlen_backends
 from tessera.kernels.transfer import to_device
 from tessera.kernels.tuning import MeasuredChoices, machine_of
@@ -157,14 +158,17 @@ class Qwen2ViT(PatchTower):
         return turns if size == stored else functional.pad(turns * (size / stored) ** 0.25, (0, (size - stored) // 2))
 
     @torch.inference_mode()
-    def tuned(self, cost: int, choices: MeasuredChoices) -> Forward:
-        """With the attention that is the fastest for pictures of one size, and for others, and so for each reach; in
-        float32 torch's own."""
+    def tuned(self, cost: int, choices: MeasuredChoices | None) -> Forward:
+        """With the attention that is the fastest for pictures of one size, and for others, and so for each reach, or
+        ours for all; in float32 torch's own."""
         attention, weight = self.attention, self.patch_embedding.weight
         if weight.itemsize > 2:
             return partial(self, kernels=gpu_kernels())
 
         heads, size, most = attention.heads, attention.head_size, cost * self.merge**2
+        if choices is None:
+            plan = fixed_plan(weight.device)
+            return self._with_graphs(most, partial(attend_in_triton, plan=plan), lambda: [plan] * len(self.reaches))
         qkv = torch.randn(most, 3, heads, size, dtype=weight.dtype, device=weight.device)
 
         def fastest(what: str, lengths: Sequence[int], ways: Mapping[str, VarlenAttention]) -> str:
@@ -184,21 +188,31 @@ class Qwen2ViT(PatchTower):
             largest = reach.lengths[0]
             equal = chosen_for("equal", reach, [min(largest, most)] * max(1, most // largest))
             chosen[largest] = equal, chosen_for("mixed", reach, _mixed(reach.lengths, most))
-        kernels = partial(gpu_kernels, epilogue=self.epilogue, fp8=isinstance(attention.output, Fp8Linear))
-        forward = partial(self, kernels=kernels(within=partial(_by_kind, chosen)))
+
+        def recorded() -> list[AttentionPlan | HopperPlan]:
+            plans, found = triton_configs(weight.device), []
+            ways = {name: partial(attend_in_triton, plan=plan) for name, plan in plans.items()}
+            for reach in self.reaches:
+                length = min(_SMALL, reach.lengths[0], most)
+                found.append(plans[fastest(f"single {reach.name}", [length] * (min(_SMALL, most) // length), ways)])
+            return found
+
+        return self._with_graphs(most, partial(_by_kind, chosen), recorded)
+
+    def _with_graphs(
+        self, most: int, within: VarlenAttention, recorded: Callable[[], Sequence[AttentionPlan | HopperPlan]]
+    ) -> Forward:
+        """The forward of up to ``most`` patches with this attention, where some sizes are graphs with the ``recorded``
+        plans for each reach."""
+        device, fp8 = self.patch_embedding.weight.device, isinstance(self.attention.output, Fp8Linear)
+        kernels = partial(gpu_kernels, epilogue=self.epilogue and not fixed(), fp8=fp8)
+        forward = partial(self, kernels=kernels(within=within))
         small = (1, self.merge, self.merge)
         for wires in ([small], [small, (1, self.merge, 2 * self.merge)]):  # compiles what would hold up requests
             units = sum(height * width for _, height, width in wires) // self.merge**2
-            forward(torch.zeros(units, *self.unit_shape, dtype=torch.uint8, device=weight.device), wires)
+            forward(torch.zeros(units, *self.unit_shape, dtype=torch.uint8, device=device), wires)
         sizes = [size for size in SIZES if size <= most]
-        if not sizes:
-            return forward
-        plans, recorded = triton_configs(weight.device), []
-        ways = {name: partial(attend_in_triton, plan=plan) for name, plan in plans.items()}
-        for reach in self.reaches:
-            length = min(_SMALL, reach.lengths[0], most)
-            recorded.append(plans[fastest(f"single {reach.name}", [length] * (min(_SMALL, most) // length), ways)])
-        return PatchGraphs(self, weight.device, sizes, recorded, kernels(), forward)
+        return PatchGraphs(self, device, sizes, recorded(), kernels(), forward) if sizes else forward
 
     def activation_bytes(self, cost: int, scores: bool = False) -> int:
         """With PLAIN kernels: in proportion to the patches, however they are spread over pictures.
