@@ -156,10 +156,11 @@ def test_any_server_of_openais_api_is_replayed_and_parts_alone_have_a_token_each
     prefix = "trial.openai.seeds.replay.it"
     assert {f"{prefix}.{name}" for name in NAMES} <= set(found)
     asked = {part: found[f"{prefix}{part}.pages_s"] for part in ("", ".layouts", ".crops")}
-    for part, tokens in ((".layouts", 1.0), (".crops", asked[""]["requests_a_page"] - 1)):
-        assert asked[part]["tokens_a_page"] == pytest.approx(tokens, abs=1.0), part
+    for part in (".layouts", ".crops"):  # of its own pages: each run ends with others
+        assert asked[part]["tokens_a_page"] == asked[part]["requests_a_page"], part
         assert f"{prefix}{part}.tok_s" not in found
-    assert asked[""]["tokens_a_page"] > asked[".crops"]["tokens_a_page"] + 7
+    assert asked[".layouts"]["requests_a_page"] == 1 < asked[".crops"]["requests_a_page"]
+    assert asked[""]["tokens_a_page"] > asked[""]["requests_a_page"] + 7
 
 
 def test_a_request_is_written_as_minerus_http_client_does() -> None:
