@@ -41,7 +41,7 @@ CONTEXTS = 3  # in the pool
 WORDS = ("the", "room", "has", "a", "window", "and", "two", "doors", "near", "old", "red", "wires", "on", "white")
 BEGINNINGS = 8  # that prompts share
 SIDES = (224, 336, 448)
-LEFT_PART = 8  # of so many requests one more is left
+LEFT_PART = 8  # requests, beside which one more is left
 PATIENCE_S = 900.0
 SHOWN = 10
 
