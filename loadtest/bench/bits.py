@@ -5,6 +5,9 @@ ten with pictures; three of ten answers of 256 tokens or more; greedy, and every
 the log probabilities of the five likeliest. The second time with priorities and drafts, in a pool of three contexts,
 beside requests that are left after their first token, through a killed language model. Counted are the answers of which
 any token or any bit of a log probability is another; with `deterministic` and without.
+
+    python loadtest/bench bits --gpus 0 --weights random --checkpoint loadtest/shapes/internvl3-8b-shape --card h200
+    ... --costs W1 W2 W4a W4b        instead: what the mode costs of these workloads' rates, two servers in turns
 """
 
 import argparse
@@ -16,8 +19,9 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count, zip_longest
 from random import Random
 from typing import Any, NamedTuple
@@ -25,9 +29,11 @@ from typing import Any, NamedTuple
 import closed_loop
 import figures
 from closed_loop import Ask, Reply
-from measuring import counted
+from measuring import Taken, counted, take
 from serving import Running, Setup, add_arguments, serve, setup, setup_notes
-from workloads import picture
+from targets import TesseraAsker
+from turns import Comparison, compare
+from workloads import WORKLOADS, Workload, picture
 
 from tessera.checkpoint.config import CheckpointConfig, TextConfig, context_length
 from tessera.models.registry import family_for, read_config
@@ -168,6 +174,30 @@ def run(asked: Setup, requests: Sequence[Case], kill: bool) -> dict[str, Any]:
     }
 
 
+def costs(options: argparse.Namespace, base: Setup) -> None:
+    """How much longer the workloads of ``options`` take with the mode, of two servers on shares of a GPU."""
+
+    def ask(server: Running, workload: Workload, seed: int) -> Taken:
+        return take(TesseraAsker(server.grpc, workload, seed), options.processes, base.gpus, server.metrics)
+
+    room = {"gpu_memory": "0.42"} if base.gpus else {}
+    modes = [replace(base, settings={"deterministic": mode} | room | base.settings) for mode in ("on", "off")]
+    with ExitStack() as stack:
+        on, off = (stack.enter_context(serve(each)) for each in modes)
+        asked = [WORKLOADS[name] for name in options.costs]
+        compared = {
+            each.name: Comparison(partial(ask, on, each), partial(ask, off, each), lambda taken: taken.run.requests_s)
+            for each in asked
+        }
+        compare(compared, options.seconds)
+    for name, each in compared.items():
+        rates = [[round(told.run.requests_s, 3) for told in side] for side in zip(*each.turns)]
+        about = {"turns": len(each.turns), "req_s_off_on": rates, **setup_notes(options)}
+        metric = ".".join(filter(None, ("trial" * (not base.gpus), "bits", name, options.form, "cost")))
+        percent = round(100 / each.ratio.value - 100, 2), "%"
+        figures.emit(metric, *percent, ci95=round(100 * each.ratio.share, 2), **about)
+
+
 def part_of(text: str) -> tuple[int, int]:
     """The value of --part."""
     number, total = map(int, text.split("/"))
@@ -186,11 +216,17 @@ def main() -> int:
     parser.add_argument("--form", default="", help="what they call the weights, as in bf16")
     parser.add_argument("--modes", nargs="+", choices=("on", "off"), default=("on", "off"))
     parser.add_argument("--no-kill", dest="kill", action="store_false", help="let the language model live")
+    parser.add_argument("--costs", nargs="+", choices=sorted(WORKLOADS), default=[])
+    parser.add_argument("--seconds", type=float, default=300.0, help="of --costs, after which no turn begins")
+    parser.add_argument("--processes", type=int, default=6, help="of the load of --costs")
     add_arguments(parser)
     options = parser.parse_args()
+    base = setup(options)
+    if options.costs:
+        costs(options, base)
+        return 0
     part, parts = options.part
     numbers = range((part - 1) * options.requests // parts, part * options.requests // parts)
-    base = setup(options)
     config = read_config(base.checkpoint)
     context = context_length(config.text, int(base.settings.get("max_model_len", 0)) or None)
     own = {"language_model.kv_cache_bytes": str(pool_bytes(config.text, context, 2 if base.gpus else 4))}

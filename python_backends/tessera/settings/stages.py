@@ -17,7 +17,7 @@ VISION_QUANTIZATIONS, LANGUAGE_QUANTIZATIONS = (
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _NOT_DETERMINISTIC = "deterministic is on, and it does not hold {}: turn it off, or {}"
 #: whether a GPU holds it: its kernels are there, and not shown yet (docs/determinism.md)
-_ON_A_GPU = False
+_ON_A_GPU = True
 
 
 @dataclass(frozen=True)
