@@ -140,8 +140,7 @@ def test_a_deterministic_answer_has_the_bits_of_one_that_was_alone(seed):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("seed", range(6))
-def test_so_it_has_on_a_gpu(seed, monkeypatch):
-    monkeypatch.setattr("tessera.settings.stages._ON_A_GPU", True)
+def test_so_it_has_on_a_gpu(seed):
     experts = dict(architecture="Qwen3MoeForCausalLM", experts=EXPERTS) if seed % 3 == 2 else {}
     model = tiny_model(device="cuda", dtype=torch.bfloat16, head_dim=16, **experts)
     assert differences(seed, True, model, (16, 32), 3, device="cuda", graph_batch_size=4 * (seed % 2)) == 0

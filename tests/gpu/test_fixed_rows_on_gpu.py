@@ -40,7 +40,7 @@ class Drawn(Int4):
         raise NotImplementedError
 
 
-SCHEMES = {"bfloat16": Unquantized, "fp8": Fp8, "int4": partial(Drawn, 128)}
+SCHEMES = {"bfloat16": Unquantized, "float16": Unquantized, "fp8": Fp8, "int4": partial(Drawn, 128)}
 CUDA = torch.device("cuda")
 
 
@@ -79,16 +79,17 @@ def counts_that_differ(run, x, counts=COUNTS):
 @pytest.mark.parametrize(("place", "shape"), SHAPES.items())
 def test_linear_layers(generator, form, place, shape):
     outputs, inputs = shape
-    biased = place == "qkv"
-    layer = Linear(inputs, {"w": slice(0, outputs)}, biased, lambda names: SCHEMES[form](), torch.bfloat16, CUDA)
+    biased, dtype = place == "qkv", torch.float16 if form == "float16" else torch.bfloat16
+    layer = Linear(inputs, {"w": slice(0, outputs)}, biased, lambda names: SCHEMES[form](), dtype, CUDA)
     layer.randomize(generator)
-    choose([layer], LinearShape(outputs, inputs, biased, place, torch.bfloat16, MOST), None, "")
+    choose([layer], LinearShape(outputs, inputs, biased, place, dtype, MOST), None, "")
 
     def run(x):
         given = quantize_rows(x) if layer.wants_fp8_input(len(x)) else x
         return layer.gated(given) if place == "gate_up" else finished(layer.deferred(given))
 
-    assert counts_that_differ(run, wide(generator, MOST, inputs)) == []
+    x = normal(generator, MOST, inputs).half() if form == "float16" else wide(generator, MOST, inputs)
+    assert counts_that_differ(run, x) == []
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), TOWER.values(), ids=TOWER)
@@ -164,7 +165,8 @@ def test_attention_at_any_cut(generator, fp8, heads, kv_heads, size):
     # As many single queries as show sums of another order, whose roundings differ once in a hundred thousand values.
     sequence = torch.repeat_interleave(torch.arange(len(contexts)), torch.tensor(CONTEXTS)).cuda()
     place = torch.cat([torch.arange(1, context + 1) for context in CONTEXTS]).cuda()
-    for rows, splits in ((torch.randperm(len(place), device="cuda")[:6000], 1), (torch.arange(900, 910).cuda(), 8)):
+    many, ends = torch.randperm(len(place), device="cuda")[:6000], torch.from_numpy(ends - 1).cuda()
+    for rows, splits in ((many, 1), *((ends, splits) for splits in (1, 2, 4, 8, 16))):
         q, blocks = batch.q[rows], batch.blocks[:, sequence[rows]]
         found = row_decode(q, batch.cache, blocks, place[rows], batch.scale, splits, torch.empty_like(q))
         assert torch.equal(found, whole[rows])

@@ -137,6 +137,6 @@ def test_refusals(change, message):
     table, context = zeros(1, 2, dtype=torch.int32), zeros(2, dtype=torch.int32)
     out = given.get("out", torch.empty_like(given["q"]))
     with pytest.raises(ValueError, match=message):
+        if "tiles" in given:
+            prefill_attention(given["q"], cache, context, context, context, table, given["tiles"], 1.0, out)
         decode_attention(given["q"], cache, table, context, 1.0, given.get("splits", 1), out)
-        tiles = given.get("tiles", zeros(1, 2, dtype=torch.int32))
-        prefill_attention(given["q"], cache, context, context, context, table, tiles, 1.0, out)

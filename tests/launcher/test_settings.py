@@ -86,13 +86,11 @@ def test_on_a_gpu_the_defaults_and_the_division_are_its_own(gpu: None, monkeypat
     assert set_up(REPOSITORY, None, {}, {}).division is None  # the stages find the size
 
 
-def test_what_a_deterministic_server_does_not_hold_is_refused(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_deterministic_server_does_not_hold_is_refused(gpu: None) -> None:
     asked = {"deterministic": "on"}
-    for config_name, words in ((None, "does not hold on a GPU yet"), ("tensorrt", "does not")):
-        with pytest.raises(ConfigError, match=f"deterministic is on.* {words}"):
-            set_up(REPOSITORY, config_name, {}, asked)
-    monkeypatch.setattr("tessera.settings.stages._ON_A_GPU", True)
     set_up(REPOSITORY, None, {}, asked)
+    with pytest.raises(ConfigError, match="deterministic is on.* does not keep bits"):
+        set_up(REPOSITORY, "tensorrt", {}, asked)
     with pytest.raises(ConfigError, match="deterministic is on.* leave gpu_pixels out"):
         set_up(REPOSITORY, None, {}, asked | {"gpu_pixels": "1"})
 

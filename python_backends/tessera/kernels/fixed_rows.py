@@ -20,7 +20,7 @@ from tessera.kernels.tuning import layer_kernels
 ROWS = 16
 #: rows of a GPU's products are learned by
 USUAL = 128
-_HOPPER = (9, 0)  # the compute capability that was tried
+_HOPPER = (9, 0)  # the compute capability on which it was shown that our ways, and so the library's, have equal bits
 _FIXED: ContextVar[bool] = ContextVar("fixed", default=False)
 
 
@@ -33,7 +33,7 @@ class FixedRows(TorchFunctionMode):
     """Where it is entered, torch's ``linear`` is one of these.
 
     Raises ConfigError at the first product of a shape in which a row's bits depend on its place among the ROWS, or on a
-    GPU older than Hopper's.
+    GPU of another generation than Hopper's.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,8 @@ class FixedRows(TorchFunctionMode):
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         size = weight.shape, weight.dtype
         if x.is_cuda:
-            return self._on_gpu(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+            rows = x.reshape(-1, x.shape[-1]).contiguous()  # the library chooses by strides too
+            return self._on_gpu(rows, weight, bias).view(*x.shape[:-1], len(weight))
         if size not in self._same:
             same = F.linear(torch.randn_like(weight[:1]).repeat(ROWS, 1), weight)
             if not torch.equal(same, same[:1].expand_as(same)):
@@ -87,10 +88,9 @@ class FixedRows(TorchFunctionMode):
 
     def _on_gpu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         row_linear = layer_kernels("cuda").row_linear
-        if weight.itemsize != 2 or torch.cuda.get_device_capability(x.device) < _HOPPER:
+        if weight.itemsize != 2 or torch.cuda.get_device_capability(x.device) != _HOPPER:
             raise ConfigError(
-                "deterministic is on, which on a GPU needs one of compute capability 9.0 or more, and dtype "
-                "bfloat16 or float16"
+                "deterministic is on, which on a GPU needs one of compute capability 9.0, and dtype bfloat16 or float16"
             )
         size = weight.shape, weight.dtype, bias is None
         if self._learns and (len(x), size) not in self._same and not torch.cuda.is_current_stream_capturing():

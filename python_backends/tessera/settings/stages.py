@@ -16,8 +16,6 @@ VISION_QUANTIZATIONS, LANGUAGE_QUANTIZATIONS = (
 )
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _NOT_DETERMINISTIC = "deterministic is on, and it does not hold {}: turn it off, or {}"
-#: whether a GPU holds it: its kernels are there, and not shown yet (docs/determinism.md)
-_ON_A_GPU = True
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,6 @@ class EngineConfig:
                 f"engine: max_sequences {self.max_sequences} must stay below max_batched_tokens "
                 f"{self.max_batched_tokens}, or decodes could keep every prompt out"
             )
-        if self.deterministic and self.device != "cpu" and not _ON_A_GPU:
-            raise ConfigError("engine: " + _NOT_DETERMINISTIC.format("on a GPU yet", "set device to cpu"))
         if self.deterministic and self.device == "cpu" and self.threads > 1:  # one works from any value to any other
             raise ConfigError("engine: " + _NOT_DETERMINISTIC.format("with several threads", "leave threads out"))
 
@@ -156,8 +152,6 @@ class VisionSettings:
         if self.deterministic and self.vision_url:
             told = _NOT_DETERMINISTIC.format("for another server's vision stage", "leave vision_url out")
             raise ConfigError(f"vision_encoder: {told}")
-        if self.deterministic and self.device != "cpu" and not _ON_A_GPU:
-            raise ConfigError("vision_encoder: " + _NOT_DETERMINISTIC.format("on a GPU yet", "set device to cpu"))
         if self.deterministic and self.gpu_pixels:
             told = _NOT_DETERMINISTIC.format("where pictures are decoded on the GPU", "leave gpu_pixels out")
             raise ConfigError(f"vision_encoder: {told}")
