@@ -39,6 +39,10 @@ PROGRAMS = {
     "vision": ("bench.vision", "a vision tower alone on a GPU, in bf16 and FP8"),
     "account": ("bench.account", "what a workload's requests cost without a server: tower, prompts, answers"),
     "attention": ("bench.attention", "the vision tower's attention on a GPU, beside what others offer"),
+    "decode_layer": (
+        "bench.decode_layer",
+        "a layer of a small decode step, beside kernels that fetch before they wait",
+    ),
     "kernels": ("bench.kernels", "the engine's kernels on a GPU: elementwise, products, attention"),
 }
 """Name -> (module, or module:function where that is not ``main``; what it measures)."""
