@@ -79,13 +79,12 @@ class Layers:
         self.splits = -(-shape.context // shape.tokens)
         self.partial = torch.empty((n, shape.heads, self.splits, shape.size), device=device)
         self.logs = torch.empty((n, shape.heads, self.splits), device=device)
-        self._deferred: torch.Tensor | DeferredProduct = self.x
+        self.deferred: torch.Tensor | DeferredProduct = self.x
 
     def today(self, layer: int) -> None:
         """As DecoderLayer.forward: the last product of the layer before is added by the first norm."""
         kernels, shape = layer_kernels(self.device.type), self.shape
-        before = self._deferred if layer else self.x
-        normal, _ = kernels.add_rms_norm(before, self.stream, self.norms[layer][0], EPS)
+        normal, _ = kernels.add_rms_norm(self.deferred if layer else self.x, self.stream, self.norms[layer][0], EPS)
         qkv = kernels.skinny_deferred(normal, self.weights["qkv"][layer])
         cache = self.caches[layer]
         qkv = kernels.rotate_and_store(qkv, self.cos, self.sin, self.slots, cache, shape.heads)
@@ -96,11 +95,7 @@ class Layers:
         output = kernels.skinny_deferred(self.attended, self.weights["output"][layer])
         normal, _ = kernels.add_rms_norm(output, self.stream, self.norms[layer][1], EPS)
         active = kernels.skinny_gate_up(normal, self.weights["gate_up"][layer])
-        self._deferred = kernels.skinny_deferred(active, self.weights["down"][layer])
-
-    def finish(self) -> torch.Tensor:
-        """The residual stream behind the last layer of :meth:`today`."""
-        return self.stream + finished(self._deferred)
+        self.deferred = kernels.skinny_deferred(active, self.weights["down"][layer])
 
     def fused(self, layer: int, same: bool = False, only: str | None = None) -> None:
         """The stream, with everything added, before the layer -> behind it; or one kernel alone."""
@@ -325,7 +320,7 @@ def error_of_a_layer(layers: Layers) -> float:
     """The six kernels' stream behind the first layer against today's, relative, in norm."""
     begin = layers.stream.clone()
     layers.today(0)
-    expected = layers.finish()
+    expected = layers.stream + finished(layers.deferred)
     layers.stream.copy_(begin + layers.x)
     layers.fused(0)
     return error(layers.stream, expected)
