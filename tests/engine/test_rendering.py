@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera.engine.process.messages import End, Progress
-from tessera.engine.rendering import HOLD_S, MOST_TOKENS, Answers, Detokenizer
+from tessera.engine.rendering import HOLD_S, MOST_PARTS_S, Answers, Detokenizer
 from tessera.engine.sequence import Report, SamplingParameters
 from tessera.errors import InvalidRequest
 
@@ -59,15 +59,29 @@ def ids(due):
     return [event.token_ids for event in due]
 
 
-def test_the_first_token_goes_at_once_and_later_ones_when_enough_are_there(parts):
+def test_the_first_token_goes_at_once_and_later_ones_together(parts):
     answer = parts.asked()
     assert ids(parts.take(answer.token())) == [[1]]
-    for _ in range(MOST_TOKENS - 1):
+    for _ in range(30):
         assert parts.take(answer.token()) == []
+    parts.now = HOLD_S
     (due,) = parts.take(answer.token())
-    assert ids([due]) == [list(range(2, MOST_TOKENS + 2))]
-    assert due.usage.completion_tokens == MOST_TOKENS + 1
+    assert ids([due]) == [list(range(2, 33))]
+    assert due.usage.completion_tokens == 32
     assert parts.answers.wait_s() is None
+
+
+def test_many_streams_are_held_longer_but_for_their_first_tokens(parts):
+    """At 50 steps a second each could send 50 parts."""
+    streams = [parts.asked() for _ in range(4 * int(HOLD_S * MOST_PARTS_S))]
+    assert ids(parts.take(*[stream.token() for stream in streams])) == [[1]] * len(streams)
+    sent = 0
+    for _ in range(50):
+        sent += len(parts.take(*[stream.token() for stream in streams]))
+        parts.now += HOLD_S
+    assert 0.75 * MOST_PARTS_S <= sent <= MOST_PARTS_S
+    late = parts.asked()
+    assert ids(parts.take(late.token()))[-1] == [1]
 
 
 def test_held_tokens_go_when_their_time_is_up_the_oldest_first(parts):
@@ -87,11 +101,11 @@ def test_held_tokens_go_when_their_time_is_up_the_oldest_first(parts):
 
 def test_an_answer_that_is_not_streamed_waits_for_its_end(parts):
     answer = parts.asked(stream=False)
-    for _ in range(3 * MOST_TOKENS):
+    for _ in range(24):
         assert parts.take(answer.token()) == []
         parts.now += HOLD_S
     assert parts.answers.wait_s() is None
-    assert ids(parts.take(answer.token("stop"))) == [list(range(1, 3 * MOST_TOKENS + 2))]
+    assert ids(parts.take(answer.token("stop"))) == [list(range(1, 26))]
 
 
 def test_a_stop_string_is_searched_for_meanwhile(parts):

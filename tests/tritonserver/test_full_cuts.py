@@ -24,7 +24,7 @@ from tessera.errors import ConfigError
 from tessera.settings.stages import EngineConfig
 from tessera.tritonserver import preprocess
 from tessera.tritonserver.cascade import MOST_AUDITS, FullCuts, Watching
-from tessera.tritonserver.language_model import Reply, TritonPythonModel, read_request, watching_of
+from tessera.tritonserver.language_model import Reply, TritonPythonModel, Unsaid, read_request, watching_of
 from tessera.tritonserver.responder import Outbox, Responder
 from tessera_wire import errors
 from tessera_wire.cascade import question_class
@@ -150,7 +150,7 @@ class House:
             **{"parameters": '{"tessera-lease": "theirs", "top_k": 5}'} | about,
         )
         page: Any = SimpleNamespace(observe=lambda event: None)
-        return request, Reply(request, Responder(request), page, self.full_cuts, "")
+        return request, Reply(request, Responder(request), page, self.full_cuts, Unsaid(""))
 
     def end(self, request: InferenceRequest, reply: Reply, margin: float, reason: str = "stop") -> None:
         """The first cut's answer."""

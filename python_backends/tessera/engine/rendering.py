@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 HOLD_S = 0.02
-MOST_TOKENS = 8
+MOST_PARTS_S = 1000  # of all streams together: taking requests waits for each (docs/gpu.md)
 
 
 @dataclass
@@ -51,10 +51,10 @@ class Answer:
 class Answers:
     """Gathers the tokens of requests and delivers events; the last one of each has the reason.
 
-    A streamed answer's first token goes at once; later ones when 8 are there, after ``hold_s``, or with the last. Any
-    other answer is one event. ``cancel`` is called with number and reason where an answer is over before the engine
-    knows, because its text met a stop string. :meth:`add` and
-    :meth:`numbers_of` may be called from any thread, the rest from one.
+    A streamed answer's first token goes at once, later ones after ``hold_s``, or with the last; where so many are
+    streamed that this would be more than ``MOST_PARTS_S`` events a second, they are held for longer. Any other answer
+    is one event. ``cancel`` is called with number and reason where an answer is over before the engine knows, because
+    its text met a stop string. :meth:`add` and :meth:`numbers_of` may be called from any thread, the rest from one.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Answers:
         self._hold_s = hold_s
         self._clock = clock
         self._answers: dict[int, Answer] = {}  # until the engine has ended them
+        self._begun: set[int] = set()  # of them those that are watched and have a token
         self._since: dict[int, float] = {}  # of those with tokens that may not wait for the end, the longest held first
 
     def add(self, request: Request, deliver: Callable[[TokenEvent], None]) -> None:
@@ -93,16 +94,19 @@ class Answers:
             answer.held.append(token)
             if report is not None:
                 answer.reports.append(report)
-            if answer.watched and answer.last is None and number not in ending:
-                if len(answer.held) >= MOST_TOKENS or answer.tokens == 1:
-                    self._advance(answer)
-                else:
-                    self._since.setdefault(number, now)
+            if not answer.watched or number in ending:
+                continue
+            if answer.tokens == 1:
+                self._begun.add(number)
+                self._advance(answer)
+            elif answer.last is None:
+                self._since.setdefault(number, now)
         for end in progress.ends:
             if end.refusal is not None:
                 self._refuse(end.number, end.refusal)
                 continue
             answer = self._answers.pop(end.number)
+            self._begun.discard(end.number)
             if answer.last is None:
                 self._advance(answer, end)
             else:  # only the end tells when it was scheduled and had its first token
@@ -112,20 +116,20 @@ class Answers:
 
     def deliver_due(self) -> None:
         """Delivers what was held long enough."""
-        while self._since:
-            number, since = next(iter(self._since.items()))
-            if since + self._hold_s > self._clock():
-                return
-            self._advance(self._answers[number])
+        while self.wait_s() == 0.0:
+            self._advance(self._answers[next(iter(self._since))])
 
     def wait_s(self) -> float | None:
         """Until when something held is due; None if nothing is."""
-        since = next(iter(self._since.values()), None)
-        return None if since is None else max(0.0, since + self._hold_s - self._clock())
+        if not self._since:
+            return None
+        hold_s = max(self._hold_s, len(self._begun) / MOST_PARTS_S)
+        return max(0.0, next(iter(self._since.values())) + hold_s - self._clock())
 
     def _refuse(self, number: int, refusal: TesseraError) -> None:
         """Of a malformed request nothing is read; where the engine is gone, its end may have come already."""
         self._since.pop(number, None)
+        self._begun.discard(number)
         if (answer := self._answers.pop(number, None)) is not None:
             unused = Usage(0, 0, 0), 0, 0, 0, time.monotonic_ns()
             self._deliver(answer, TokenEvent(answer.request, "", [], None, "refused", *unused, refusal=refusal))

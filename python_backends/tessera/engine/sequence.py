@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -315,7 +316,7 @@ class Request:
     since_ns: int = 0
     number: int = field(default_factory=itertools.count().__next__)
 
-    @property
+    @cached_property
     def image_tokens(self) -> int:
         """Rows of pictures in the prompt."""
         return int(np.asarray(self.spans).reshape(-1, 2)[:, 1].sum())

@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -69,7 +70,7 @@ class TritonPythonModel:
         with ThreadPoolExecutor(1) as beside:
             told = beside.submit(fingerprint, settings, config)
             self._engine = EngineProcess(settings.checkpoint, config, partial(os._exit, 1))
-        self._fingerprint = told.result()
+        self._unsaid = Unsaid(told.result())
         show_weights("language_model", self._engine.weights, self._engine.weight_bytes)
         self._full_cuts = FullCuts(Line(Connection(settings.grpc_address)), self._outbox, watching)
         self._page = MetricsPage(lambda: self._engine.counts() | self._full_cuts.counts(), meter_of(config.device))
@@ -110,7 +111,7 @@ class TritonPythonModel:
         if lease is not None:
             self._leases.open(lease, responder)
             return
-        reply = Reply(request, responder, self._page, self._full_cuts, self._fingerprint)
+        reply = Reply(request, responder, self._page, self._full_cuts, self._unsaid)
         stream, margin = reply.stream and not reply.full_cut, reply.full_cut is not None
         whole, rows = read_request(request, stream, reply.deadline_ns, margin)
         rows = None if rows is None else unpacked(rows, self._hidden)
@@ -171,14 +172,37 @@ def read_request(
     return whole, torch.from_dlpack(rows).flatten(0, -2) if has_rows else None
 
 
+class Unsaid(threading.local):
+    """What a response says by none of its outputs, made once for each thread that sends: most are a bit of text, and
+    ten new tensors cost a streamed part more than all else. Two threads cannot share one: the first time that a tensor
+    is sent it is copied to where the server reads it, and no lock is held meanwhile."""
+
+    def __init__(self, fingerprint: str) -> None:
+        self._outputs = [
+            tensors.text_output("finish_reason", ""),
+            tensors.output("usage", np.zeros(3, np.int32)),
+            tensors.output("cached_tokens", np.zeros(1, np.int32)),
+            tensors.output("drafted_tokens", np.zeros(2, np.int32)),
+            tensors.output("timings", np.zeros(6, np.float32)),
+            tensors.text_output("logprobs", ""),
+            tensors.text_output("choices", ""),
+            tensors.text_output("cascade", ""),
+            tensors.text_output("fingerprint", fingerprint),
+        ]
+
+    def response(self, said: Iterable[Any]) -> Any:
+        """With these outputs in the place of those of their names."""
+        return tensors.response({tensor.name(): tensor for tensor in (*self._outputs, *said)}.values())
+
+
 class Reply:
     """Turns one request's token events into responses. With a ``full_cut``, into one, if it is not asked for that."""
 
     def __init__(
-        self, request: Any, responder: Responder, page: MetricsPage, full_cuts: FullCuts, fingerprint: str
+        self, request: Any, responder: Responder, page: MetricsPage, full_cuts: FullCuts, unsaid: Unsaid
     ) -> None:
         self.responder = responder
-        self._page, self._full_cuts, self._fingerprint = page, full_cuts, fingerprint
+        self._page, self._full_cuts, self._unsaid = page, full_cuts, unsaid
         self.stream = tensors.flag(request, "stream", True)
         echo = not tensors.flag(request, "exclude_input_in_output", False)
         self._prefix = (tensors.text(request, "text_input") or "") if echo else ""
@@ -212,23 +236,21 @@ class Reply:
                 return
         text, self._prefix = self._prefix + "".join(event.text for event in events), ""
         entries = [entry for event in events for entry in event.logprobs or []]
-        final = last.finish_reason is not None
-        response = tensors.response(
-            [
-                tensors.text_output("text_output", text),
-                tensors.text_output("finish_reason", last.finish_reason or ""),
-                tensors.output("usage", np.array(last.usage if final else (0, 0, 0), dtype=np.int32)),
+        said = [tensors.text_output("text_output", text)]
+        if entries:
+            said.append(tensors.text_output("logprobs", json.dumps(entries)))
+        if last.finish_reason is not None:
+            said += [
+                tensors.text_output("finish_reason", last.finish_reason),
+                tensors.output("usage", np.array(last.usage, dtype=np.int32)),
                 # Not more numbers of usage: clients of before unpack that as three.
-                tensors.output("cached_tokens", np.array([last.cached_tokens if final else 0], dtype=np.int32)),
-                tensors.output("drafted_tokens", np.array(last.drafted_tokens if final else (0, 0), dtype=np.int32)),
-                tensors.output("timings", self._timings(last) if final else np.zeros(6, np.float32)),
-                tensors.text_output("logprobs", json.dumps(entries) if entries else ""),
+                tensors.output("cached_tokens", np.array([last.cached_tokens], dtype=np.int32)),
+                tensors.output("drafted_tokens", np.array(last.drafted_tokens, dtype=np.int32)),
+                tensors.output("timings", self._timings(last)),
                 tensors.text_output("choices", json.dumps(last.choices) if last.choices else ""),
                 tensors.text_output("cascade", cascade),
-                tensors.text_output("fingerprint", self._fingerprint),
             ]
-        )
-        self.responder.send(response, final)
+        self.responder.send(self._unsaid.response(said), last.finish_reason is not None)
 
     def _fail(self, error: Exception) -> None:
         self.responder.send(error_response("language_model", error), final=True)

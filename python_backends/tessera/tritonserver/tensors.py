@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -193,7 +193,7 @@ def output(name: str, values: np.ndarray) -> Any:
     return backend().Tensor(name, values)
 
 
-def response(outputs: Sequence[Any]) -> Any:
+def response(outputs: Iterable[Any]) -> Any:
     """A response of these outputs."""
     return backend().InferenceResponse(output_tensors=list(outputs))
 
