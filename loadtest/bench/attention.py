@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from turns import ratio
 
-from bench.kernels import error
+from bench.kernel_case import error
 from bench.vision import milliseconds
 from tessera.kernels.fp8_rows import E4M3, LARGEST
 from tessera.kernels.tower_layers import varlen_backends

@@ -26,7 +26,7 @@ import triton.language as tl
 from figures import emit
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from bench.kernels import error, in_turns
+from bench.kernel_case import error, in_turns
 from tessera.kernels.activation import gated
 from tessera.kernels.fp8 import early_launch
 from tessera.kernels.operands import DeferredProduct, PagedCache, finished
