@@ -21,8 +21,7 @@ from tessera_command import ask, jobs, sample, terminal
 from tessera_command.terminal import command, console, labels, positive, progress, sampling
 from tessera_evaluation import cascade, plan, recall
 from tessera_evaluation.datasets import Item, folder_items, heldout_items
-from tessera_wire import __version__, errors
-from tessera_wire.cascade import MOST_TOKENS
+from tessera_wire import MOST_TOKENS, __version__, errors
 from tessera_wire.command_line import Parser
 
 

@@ -1,25 +1,35 @@
 """Plans a cascade on the user's own pictures: each is asked both ways, and the margin is chosen below which the full
-cut must answer (:mod:`tessera_evaluation.bound`). What comes of it is the policy to deploy, with its evidence and with
-what the server is to watch (docs/cascade.md)."""
+cut must answer. What comes of it is the policy to deploy, with its evidence and with what the server is to watch
+(docs/cascade.md).
+
+How small a margin may be at which a first, cheap answer still counts, so that with a stated confidence no more than a
+stated share of all answers differs from what the full cut would have said, is Learn then Test (Angelopoulos, Bates,
+Candès, Jordan and Lei 2021, "Learn then Test: Calibrating predictive algorithms to achieve risk control"): each
+threshold is a hypothesis that too many answers would differ. Thresholds stand in an order that no data chose, the
+safest first, and each is tested at the whole level until one is not rejected (fixed-sequence testing), so that the
+chance of ever taking one that breaks the bound is at most 1 - confidence. An answer differs or does not, so a
+hypothesis' p-value is the binomial's own tail, which holds for any number of pictures (Clopper and Pearson 1934).
+
+This takes pictures and questions to be drawn independently from what will be asked, and the model not to change.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from math import inf, isinf
+from math import exp, inf, isinf, lgamma, log, log1p
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from tessera_client.client import Client
 from tessera_client.messages import Answer
-from tessera_evaluation import bound
 from tessera_evaluation.datasets import Item
 from tessera_evaluation.recall import Outcome
-from tessera_wire import __version__
-from tessera_wire.cascade import MOST_TOKENS, question_class
+from tessera_wire import MOST_TOKENS, __version__, question_class
 from tessera_wire.errors import InvalidRequest, ProtocolError
 
 REST = "margin"
@@ -100,8 +110,7 @@ def plan(pairs: Sequence[Pair], disagree: float, confidence: float, each_questio
     groups = _groups(pairs, disagree, confidence) if each_question else {REST: list(pairs)}
     level = 1 - (1 - confidence) / len(groups)
     chosen = {
-        name: bound.choose([(pair.margin, pair.differs) for pair in some], disagree, level)
-        for name, some in groups.items()
+        name: choose([(pair.margin, pair.differs) for pair in some], disagree, level) for name, some in groups.items()
     }
     if all(isinf(threshold) for threshold, _ in chosen.values()):
         largest = max(groups, key=lambda name: len(groups[name]))
@@ -138,7 +147,7 @@ def _groups(pairs: Sequence[Pair], disagree: float, confidence: float) -> dict[s
     names = sorted(of_class, key=lambda name: -len(of_class[name]))
     for own in range(len(names), -1, -1):
         parts = own + (own < len(names))
-        if own == 0 or len(of_class[names[own - 1]]) >= bound.needed(disagree, 1 - (1 - confidence) / parts):
+        if own == 0 or len(of_class[names[own - 1]]) >= needed(disagree, 1 - (1 - confidence) / parts):
             break
     rest = [pair for name in names[own:] for pair in of_class[name]]
     return {name: of_class[name] for name in names[:own]} | ({REST: rest} if rest else {})
@@ -146,12 +155,12 @@ def _groups(pairs: Sequence[Pair], disagree: float, confidence: float) -> dict[s
 
 def check_enough(pictures: int, disagree: float, confidence: float) -> None:
     """Raises InvalidRequest where so few pictures could show nothing, whatever their answers."""
-    if pictures < bound.needed(disagree, confidence):
+    if pictures < needed(disagree, confidence):
         raise _refusal(pictures, 0, disagree, confidence)
 
 
 def _refusal(pictures: int, differ: int, disagree: float, level: float) -> InvalidRequest:
-    wanted = bound.needed(disagree, level, differ)
+    wanted = needed(disagree, level, differ)
     promise = f"at most {100 * disagree:g} % may differ, with {100 * level:g} % confidence"
     if differ:
         why = f"{differ} of {pictures} answers differ of which the model is as sure as can be"
@@ -168,9 +177,7 @@ def watched(pairs: Sequence[Pair], escalated: Sequence[bool], disagree: float, c
         "below": sum(margin < low for margin in margins),
         "above": sum(margin > high for margin in margins),
     }
-    shares = {
-        name: (count / len(pairs), bound.upper_limit(count, len(pairs), confidence)) for name, count in counts.items()
-    }
+    shares = {name: (count / len(pairs), upper_limit(count, len(pairs), confidence)) for name, count in counts.items()}
     kept = len(pairs) - sum(escalated)
     promised = min(1.0, disagree * len(pairs) / kept) if kept else 1.0
     shares["disagreed"] = promised, promised
@@ -228,3 +235,71 @@ def print_plan(policy: Mapping[str, Any], console: Any) -> None:
     lines += [f"right answers, {name}: {100 * share:.2f} %" for name, share in right.items()]
     lines += [f"{len(policy['classes'])} questions have margins of their own"] if "classes" in policy else []
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+THRESHOLDS = (*(round(64 / 2 ** (step / 16), 4) for step in range(16 * 12 + 1)), 0.0)
+"""Nats, from the safest on; at the last nothing is ever escalated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One threshold: how many answers with this margin or more differ, and how likely so few are if the bound fails."""
+
+    threshold: float
+    differ: int
+    p_value: float
+
+
+def tail(events: int, of: int, share: float) -> float:
+    """The chance of at most ``events`` among ``of`` that each have this chance (0 < share < 1): the binomial's tail."""
+    if events >= of:
+        return 1.0
+    likeliest = min(events, int((of + 1) * share))
+    ways = lgamma(of + 1) - lgamma(likeliest + 1) - lgamma(of - likeliest + 1)
+    most = exp(ways + likeliest * log(share) + (of - likeliest) * log1p(-share))
+    odds, total = share / (1 - share), most
+    term = most
+    for count in range(likeliest, 0, -1):
+        term *= count / ((of - count + 1) * odds)
+        total += term
+    term = most
+    for count in range(likeliest, events):
+        term *= (of - count) * odds / (count + 1)
+        total += term
+    return min(total, 1.0)
+
+
+def upper_limit(events: int, of: int, confidence: float) -> float:
+    """What a share is at most, with this confidence, of which ``events`` among ``of`` (1 or more) were seen."""
+    if events >= of:
+        return 1.0
+    low, high = events / of, 1.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if tail(events, of, middle) > 1 - confidence else (low, middle)
+    return high
+
+
+def needed(disagree: float, confidence: float, differ: int = 0) -> int:
+    """The fewest answers of which ``differ`` may differ for the bound to hold with this confidence."""
+    most = differ + 1
+    while tail(differ, most, disagree) > 1 - confidence:
+        most *= 2
+    return bisect_left(range(most), -(1 - confidence), key=lambda of: -tail(differ, of, disagree))
+
+
+def choose(answers: Sequence[tuple[float, bool]], disagree: float, confidence: float) -> tuple[float, list[Tried]]:
+    """The least threshold, in nats, that holds the bound, and what was tried up to the first that does not.
+
+    ``answers``: each one's margin and whether it differs from the full cut's. The threshold is infinite, all are to be
+    escalated, where not even the first one holds: fewer than :func:`needed`, or wrong where the model is surest.
+    """
+    wrong = sorted(margin for margin, differs in answers if differs)
+    chosen, tried = inf, list[Tried]()
+    for threshold in THRESHOLDS:
+        differ = len(wrong) - bisect_left(wrong, threshold)
+        tried.append(Tried(threshold, differ, tail(differ, len(answers), disagree)))
+        if tried[-1].p_value > 1 - confidence:
+            break
+        chosen = threshold
+    return chosen, tried

@@ -8,10 +8,20 @@ from random import Random
 import pytest
 
 from tessera_client import InvalidRequest
-from tessera_evaluation.bound import THRESHOLDS, choose, needed, tail, upper_limit
-from tessera_evaluation.cascade import Pair, check_enough, document, one_a_picture, plan
+from tessera_evaluation.cascade import (
+    THRESHOLDS,
+    Pair,
+    check_enough,
+    choose,
+    document,
+    needed,
+    one_a_picture,
+    plan,
+    tail,
+    upper_limit,
+)
 from tessera_evaluation.datasets import Item
-from tessera_wire.cascade import question_class
+from tessera_wire import question_class
 
 
 def exact(events: int, of: int, share: float) -> float:

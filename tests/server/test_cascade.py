@@ -15,7 +15,7 @@ from http_door import QUESTION, read
 from toy_servers import REPOSITORY, Launched, wait_until
 
 from tessera_client import Answer, Cancelled, Client, InvalidRequest
-from tessera_wire.cascade import question_class
+from tessera_wire import question_class
 
 pytestmark = pytest.mark.server
 

@@ -26,8 +26,7 @@ from tessera.tritonserver import preprocess
 from tessera.tritonserver.cascade import MOST_AUDITS, FullCuts, Watching
 from tessera.tritonserver.language_model import Reply, TritonPythonModel, Unsaid, read_request, watching_of
 from tessera.tritonserver.responder import Outbox, Responder
-from tessera_wire import errors
-from tessera_wire.cascade import question_class
+from tessera_wire import errors, question_class
 from tessera_wire.tensors import elements
 
 JPEG = bytes(cv2.imencode(".jpg", np.zeros((320, 480, 3), np.uint8))[1])

@@ -14,7 +14,7 @@ from typing import Any
 from tessera.errors import InvalidRequest
 from tessera.models.tile_policy import stated_keys
 from tessera.prompt.sampling import LARGEST, POLICY_KEYS, SamplingParameters
-from tessera_wire.cascade import MOST_TOKENS, question_class
+from tessera_wire import MOST_TOKENS, question_class
 
 KEYS = ("first", "full", "margin", "classes")
 
