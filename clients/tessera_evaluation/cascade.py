@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from math import exp, inf, isinf, lgamma, log, log1p
+from math import exp, fsum, inf, isinf, lgamma, log, log1p
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -254,19 +254,13 @@ def tail(events: int, of: int, share: float) -> float:
     """The chance of at most ``events`` among ``of`` that each have this chance (0 < share < 1): the binomial's tail."""
     if events >= of:
         return 1.0
-    likeliest = min(events, int((of + 1) * share))
-    ways = lgamma(of + 1) - lgamma(likeliest + 1) - lgamma(of - likeliest + 1)
-    most = exp(ways + likeliest * log(share) + (of - likeliest) * log1p(-share))
-    odds, total = share / (1 - share), most
-    term = most
-    for count in range(likeliest, 0, -1):
-        term *= count / ((of - count + 1) * odds)
-        total += term
-    term = most
-    for count in range(likeliest, events):
-        term *= (of - count) * odds / (count + 1)
-        total += term
-    return min(total, 1.0)
+    logs = lgamma(of + 1), log(share), log1p(-share)
+
+    def chance(count: int) -> float:
+        ways = logs[0] - lgamma(count + 1) - lgamma(of - count + 1)
+        return exp(ways + count * logs[1] + (of - count) * logs[2])
+
+    return min(fsum(map(chance, range(events + 1))), 1.0)
 
 
 def upper_limit(events: int, of: int, confidence: float) -> float:
