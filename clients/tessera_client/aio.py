@@ -22,7 +22,7 @@ from tessera_client.messages import (
 )
 from tessera_client.retry import Retry
 from tessera_client.streaming import BaseStream, Inbox
-from tessera_client.transports.base import Item, Sent
+from tessera_client.transports import Item, Sent
 from tessera_wire.errors import TesseraClientError
 
 

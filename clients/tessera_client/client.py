@@ -28,7 +28,7 @@ from tessera_client.messages import (
 from tessera_client.pictures import Image
 from tessera_client.retry import Retry
 from tessera_client.streaming import Stream
-from tessera_client.transports.base import Transport
+from tessera_client.transports import Transport
 from tessera_client.transports.pool import PooledTransport, open_transport
 from tessera_wire.errors import TesseraClientError
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tessera_client.messages import Answer, Delta, Request
 from tessera_client.retry import ON_THE_WAY_S, Deadline, Retry
-from tessera_client.transports.base import Item, Sent, Transport
+from tessera_client.transports import Item, Sent, Transport
 from tessera_wire.errors import Cancelled, DeadlineExceeded, ProtocolError, ServerError, TesseraClientError
 
 if TYPE_CHECKING:

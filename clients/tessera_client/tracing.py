@@ -12,7 +12,7 @@ from dataclasses import astuple
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
 
 from tessera_client.messages import Delta, Request
-from tessera_client.transports.base import Deliver, Item
+from tessera_client.transports import Deliver, Item
 from tessera_wire.errors import TesseraClientError
 
 STAGES = ("preprocess", "vision_queue", "vision", "queue", "prefill", "decode")

@@ -26,7 +26,7 @@ from mineru_vl_utils.vlm_client.utils import (
 from PIL import Image, ImageDraw, ImageFont
 
 from tessera_client import Answer, AsyncClient, Client, Models, Retry
-from tessera_client.transports.base import Transport
+from tessera_client.transports import Transport
 from tessera_client.transports.pool import open_transport
 from tessera_jobs.asker import Asker
 

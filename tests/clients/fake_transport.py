@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tessera_client.messages import Delta, LabelScore, ModelStatus, Request, ServedModel, ServerStatus, Timings, Usage
-from tessera_client.transports.base import Deliver, Sent
+from tessera_client.transports import Deliver, Sent
 
 USAGE = Usage(10, 2, 4)
 TIMINGS = Timings(1, 2, 3, 4, 5, 6)

@@ -16,8 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tessera_client import Answer, AsyncClient, ConnectionFailed, InvalidRequest, Retry, ServerError, Unavailable
 from tessera_client.messages import Request
-from tessera_client.transports import pool
-from tessera_client.transports.base import Deliver, Sent
+from tessera_client.transports import Deliver, Sent, pool
 from tessera_client.transports.pool import PooledTransport
 from tessera_jobs import asker
 from tessera_jobs.asker import ALONE, SUSPECT, Asker, ServersUnavailable

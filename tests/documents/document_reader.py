@@ -16,7 +16,7 @@ from clients.fake_transport import FakeTransport, final
 from PIL import Image, ImageDraw
 
 from tessera_client.messages import Request
-from tessera_client.transports.base import Deliver, Sent
+from tessera_client.transports import Deliver, Sent
 from tessera_documents import TesseraVlmClient, mineru_client
 from tessera_documents.vlm_client import known_page
 

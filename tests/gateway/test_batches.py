@@ -277,7 +277,7 @@ PROGRAM = """
 import json, os, signal, sys, threading
 from clients.fake_transport import FakeTransport, final
 from tessera_client import client
-from tessera_client.transports.base import Sent
+from tessera_client.transports import Sent
 from tessera_gateway.batches import service
 from tessera_gateway.batches.jobs import Jobs
 from tessera_gateway.cli import gateway_main

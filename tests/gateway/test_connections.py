@@ -19,7 +19,7 @@ from gateway_doubles import ASKED, Asked, gateway, is_there, listening, started,
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tessera_client import Delta
-from tessera_client.transports.base import Sent
+from tessera_client.transports import Sent
 from tessera_gateway import cli, connections
 from tessera_gateway.settings import Settings
 

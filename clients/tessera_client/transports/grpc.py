@@ -8,7 +8,7 @@ from typing import Any
 
 from tessera_client import contract
 from tessera_client.messages import Models, ModelStatus, PicturePlan, Request, ServedModel, ServerStatus
-from tessera_client.transports.base import CONTROL_SECONDS, SERVED_SECONDS, Deliver, Sent
+from tessera_client.transports import CONTROL_SECONDS, SERVED_SECONDS, Deliver, Sent
 from tessera_wire.connection import Connection
 from tessera_wire.errors import DeadlineExceeded, TesseraClientError
 from tessera_wire.line import Line

@@ -19,7 +19,7 @@ import httpx
 from tessera_client import contract
 from tessera_client.messages import Delta, Models, ModelStatus, PicturePlan, Request, ServedModel, ServerStatus
 from tessera_client.retry import ON_THE_WAY_S
-from tessera_client.transports.base import CONTROL_SECONDS, SERVED_SECONDS, Deliver, Sent
+from tessera_client.transports import CONTROL_SECONDS, SERVED_SECONDS, Deliver, Sent
 from tessera_wire import errors
 from tessera_wire.tensors import Tensor
 

@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import replace
 
 from tessera_client.messages import Delta, Models, ModelStatus, PicturePlan, Request, ServedModel, ServerStatus
-from tessera_client.transports.base import Deliver, Item, Sent, Transport
+from tessera_client.transports import Deliver, Item, Sent, Transport
 from tessera_wire.errors import ConnectionFailed, InvalidRequest, TesseraClientError, Unavailable
 from tessera_wire.tensors import addresses, parse_url
 
@@ -95,7 +95,7 @@ def _open(url: str, models: Models) -> Transport:
 
 
 class PooledTransport:
-    """A :class:`~tessera_client.transports.base.Transport` over those of several servers, by their addresses."""
+    """A :class:`~tessera_client.transports.Transport` over those of several servers, by their addresses."""
 
     def __init__(self, transports: Mapping[str, Transport]) -> None:
         self.addresses = tuple(transports)
