@@ -33,9 +33,6 @@ from tessera_wire import __version__
 PROMETHEUS = "text/plain; version=0.0.4"
 PAGE_SECONDS = 5.0
 MODEL_SECONDS = 1.0
-CONTEXT = re.compile(r"^tessera_max_model_len(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-
-ALARM = re.compile(r"^tessera_cascade_alarm(?:\{[^}]*\})? 1", re.MULTILINE)
 ALARM_SECONDS = 0.5  # for an answer, so that a probe of /health has its own in a second
 
 router = APIRouter()
@@ -63,8 +60,8 @@ def _model(request: Request, name: str, length: int | None) -> dict[str, object]
 async def _max_model_len(request: Request) -> int | None:
     """Of the servers' contexts the shortest, by their metrics pages; None while one does not tell."""
     pages = await metrics_pages(request.app.state.metrics_urls, MODEL_SECONDS)
-    lengths = [CONTEXT.search(page) if isinstance(page, str) else None for page in pages.values()]
-    return min((int(float(length[1])) for length in lengths if length), default=None) if all(lengths) else None
+    lengths = [_values(page, "tessera_max_model_len") for page in pages.values()]
+    return int(min(map(min, lengths))) if lengths and all(lengths) else None
 
 
 @router.get("/version")
@@ -140,9 +137,7 @@ class Alarms:
         async with self._reading:
             if monotonic() >= self._read + 1:
                 pages = await metrics_pages(urls, ALARM_SECONDS)
-                self._found = [
-                    named(url) for url, page in pages.items() if isinstance(page, str) and ALARM.search(page)
-                ]
+                self._found = [named(url) for url, page in pages.items() if any(_values(page, "tessera_cascade_alarm"))]
                 self._read = monotonic()
             return self._found
 
@@ -231,6 +226,11 @@ def numbers(page: str) -> dict[str, Any]:
         "first_token_seconds": mean("tessera_time_to_first_token_seconds"),
         "device_busy": total("tessera_device_busy_fraction"),
     }
+
+
+def _values(page: str | httpx.HTTPError, name: str) -> list[float]:
+    """Of the samples of this name; none where there is no page."""
+    return [value for found, _, value in _samples(page) if found == name] if isinstance(page, str) else []
 
 
 def _samples(page: str) -> Iterator[tuple[str, dict[str, str], float]]:
