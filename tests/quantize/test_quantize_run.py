@@ -19,9 +19,8 @@ from tessera.models.tower import stored_in_fp8
 from tessera.settings.stages import EngineConfig
 from tessera_quantize.body import Body
 from tessera_quantize.checkpoint import dequantized
-from tessera_quantize.layer import LayerQuantizer
 from tessera_quantize.methods import Recipe
-from tessera_quantize.run import Job, finish, run
+from tessera_quantize.run import Job, LayerQuantizer, finish, run
 from tessera_quantize.samples import row_weights
 
 
@@ -102,7 +101,7 @@ def test_each_linear_layer_of_the_body_is_quantized_and_nothing_else(tmp_path, p
 @pytest.mark.parametrize("body", ["native qwen2", "chat internlm2"])
 def test_awq_s_scales_change_the_tensors_and_not_the_layer(tmp_path, pictures, monkeypatch, body, shape):
     """With nothing rounded afterwards; with as many key heads as heads, values take scales as well."""
-    monkeypatch.setattr("tessera_quantize.layer.INPUTS", ())
+    monkeypatch.setattr("tessera_quantize.run.INPUTS", ())
     source = quantize_fakes.checkpoint(tmp_path, body, **shape)
     whole = Body(read_config(source), torch.float32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
@@ -112,7 +111,7 @@ def test_awq_s_scales_change_the_tensors_and_not_the_layer(tmp_path, pictures, m
     before = {name: each.clone() for name, each in quantizer._weights.items()}
     whole.load(whole.tensors(0))
     expected = whole.run(hidden, sample.positions)
-    monkeypatch.setattr("tessera_quantize.layer.INPUTS", ("qkv", "output", "gate_up", "down"))
+    monkeypatch.setattr("tessera_quantize.run.INPUTS", ("qkv", "output", "gate_up", "down"))
     quantizer._fold_scales()
     changed = {name for name, each in quantizer._weights.items() if not torch.equal(each, before[name])}
     kept = set() if shape and "qwen2" in body else {name for name in changed if name.endswith(("o_proj", "wo"))}
@@ -124,7 +123,7 @@ def test_awq_s_scales_change_the_tensors_and_not_the_layer(tmp_path, pictures, m
 
 def test_awq_s_scales_of_experts_change_the_tensors_and_not_the_layer(tmp_path, monkeypatch):
     """Those of the downs, folded into the ups; the norm before the experts is the router's too."""
-    monkeypatch.setattr("tessera_quantize.layer.INPUTS", ("qkv", "output", "gate_up", "down"))
+    monkeypatch.setattr("tessera_quantize.run.INPUTS", ("qkv", "output", "gate_up", "down"))
     source = quantize_fakes.checkpoint(tmp_path, "native qwen3_moe", text_mlp=128)
     whole = Body(read_config(source), torch.float32, torch.device("cpu"))
     hidden = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 64)
