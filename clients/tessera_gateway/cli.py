@@ -29,12 +29,11 @@ from tessera_gateway.keys import read_keys
 from tessera_gateway.settings import LONGEST_DRAIN_S, Settings, add_options, names
 from tessera_wire.command_line import Parser
 from tessera_wire.errors import InvalidRequest
-from tessera_wire.tensors import addresses, parse_url
+from tessera_wire.tensors import addresses, local_address, parse_url
 
 STOP_SECONDS = 3  # after the drain, until uvicorn cancels what is left
 QUIET_SECONDS = 75  # of a connection kept; longer than clients keep theirs, or one would ask on a line just closed
 STALLED_MS = 60_000  # a client that takes nothing for so long has gone: its connection ends, and with it its request
-LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def gateway_main(argv: Sequence[str] | None = None) -> int:
@@ -48,8 +47,7 @@ def gateway_main(argv: Sequence[str] | None = None) -> int:
     except (InvalidRequest, ValueError, OverflowError, OSError) as error:
         print(f"tessera gateway: {error}", file=sys.stderr)
         return 1
-    host, port = LOCAL.get(options.host, options.host), listener.getsockname()[1]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    address = f"http://{local_address(options.host, listener.getsockname()[1])}"
     if options.with_parent:
         threading.Thread(target=_end_with_standard_input, daemon=True).start()
     threading.Thread(target=_say_ready, args=(address,), daemon=True).start()

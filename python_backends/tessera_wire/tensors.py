@@ -50,6 +50,12 @@ def addresses(url: str | Sequence[str]) -> list[str]:
     return [each if "://" in each else f"{scheme}://{each}" for each in found]
 
 
+def local_address(host: str, port: int) -> str:
+    """Where a client on this machine finds what listens on ``host``."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def parse_url(url: str) -> tuple[str, str]:
     """``(scheme, "host:port")``; the ports default to tritonserver's, 8001 for gRPC and 8000 for HTTP."""
     remedy = "use host:port, grpc://host:port or http://host:port"

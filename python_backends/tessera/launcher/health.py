@@ -25,7 +25,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.request import HTTPHandler, OpenerDirector, Request
 
-from tessera.launcher.options import listen, local_address
+from tessera.launcher.options import listen
+from tessera_wire.tensors import local_address
 
 SERVER = "tritonserver"  # the name under which the server itself is asked
 QUESTION_TIMEOUT_S = 5.0

@@ -23,6 +23,7 @@ from tessera.errors import ConfigError
 from tessera.launcher.installation import Installation, find_installation
 from tessera.launcher.settings import INSTANCES, SHARED_MEMORY, ServerSetup, lay_out, regions, set_up
 from tessera.settings.schema import check, setting
+from tessera_wire.tensors import local_address
 
 SERVICES = ("http", "grpc", "metrics")
 # Between the ports of one server and the next.
@@ -99,12 +100,6 @@ class ServerOptions:
     def local(self, port: int) -> str:
         """The address of that port for a client on this machine."""
         return local_address(self.host, port)
-
-
-def local_address(host: str, port: int) -> str:
-    """Where a client on this machine finds what listens on ``host``."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def guard_job(options: ServerOptions, setup: ServerSetup, shm_prefix: str, grace_s: float) -> dict[str, Any]:
