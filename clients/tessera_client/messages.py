@@ -13,6 +13,13 @@ from typing import Any
 from tessera_client.pictures import Image, add_image, encode_images, from_data_url
 from tessera_wire.errors import InvalidRequest
 
+SAME_NAME = (
+    *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed", "min_tokens", "ignore_eos"),
+    *("skip_special_tokens", "include_stop_str_in_output", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "priority"),
+)
+"""Of the options of ``ask`` those that OpenAI and vLLM call the same, in a body of /v1/chat/completions."""
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:

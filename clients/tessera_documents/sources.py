@@ -10,7 +10,7 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from tessera_client.pictures import kind_of, open_checked
 from tessera_documents.text_layer import TextLayer
+from tessera_jobs.source import below
 from tessera_wire.command_line import missing
 from tessera_wire.errors import InvalidRequest
 
@@ -51,7 +52,7 @@ def find(paths: Sequence[Path], out: Path) -> list[Source]:
     for path in paths:
         if not path.exists():
             raise InvalidRequest(missing(path))
-        files = list(_below(path, out.resolve())) if path.is_dir() else [path]
+        files = list(map(Path, below(path, SUFFIXES, out.resolve()))) if path.is_dir() else [path]
         if not files:
             raise InvalidRequest(f"{path} holds no documents", f"of a folder, these are parsed: {' '.join(SUFFIXES)}")
         for file in files:
@@ -65,14 +66,6 @@ def find(paths: Sequence[Path], out: Path) -> list[Source]:
                     f"{other} and {file} would both be written to {out / folder}", "give the folder that holds both"
                 )
     return list(found.values())
-
-
-def _below(folder: Path, out: Path) -> Iterator[Path]:
-    for where, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and Path(where, name).resolve() != out)
-        for name in sorted(files):
-            if name.lower().endswith(SUFFIXES) and not name.startswith("."):
-                yield Path(where, name)
 
 
 class Pdf:

@@ -9,16 +9,11 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tessera_client.messages import Answer, Delta, Usage
+from tessera_client.messages import SAME_NAME, Answer, Delta, Usage
 from tessera_gateway.errors import ApiError
 from tessera_gateway.protocol import ChatRequest, Content, Message, Picture
 from tessera_gateway.tools import calling, instructed, message, shape, written
 
-SAME_NAME = (
-    *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed", "min_tokens", "ignore_eos"),
-    *("skip_special_tokens", "include_stop_str_in_output", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "logit_bias", "priority"),
-)
 FINISHED = ("stop", "length")  # OpenAI's words too
 LEAST_LOGPROB = -9999.0  # what vLLM writes for minus infinity, which JSON has not
 

@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tessera_client.messages import SAME_NAME
 from tessera_jobs.rows import FIELDS, Options, Row, Source
 from tessera_wire.command_line import missing
 from tessera_wire.errors import InvalidRequest
@@ -142,6 +143,16 @@ class CsvSource(Source):
         return self._made(number, fields, own)
 
 
+def below(folder: Path, suffixes: tuple[str, ...], but: Path | None = None) -> Iterator[str]:
+    """The files in a folder and below that end so, in order of their names; not what is hidden, nor the folder ``but``,
+    which is absolute."""
+    for where, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name[0] != "." and but != Path(where, name).resolve())
+        for name in sorted(files):
+            if name.lower().endswith(suffixes) and not name.startswith("."):
+                yield os.path.join(where, name)
+
+
 _decode = json.JSONDecoder().decode
 
 
@@ -165,13 +176,9 @@ class FolderSource(Source):
 
     def _read(self) -> Iterator[tuple[int | str, bytes, Any]]:
         empty = True
-        for where, folders, files in os.walk(self.path):
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            below = os.path.relpath(where, self.path)
-            for name in sorted(files):
-                if name.lower().endswith(SUFFIXES) and not name.startswith("."):
-                    named, empty = name if below == "." else f"{below}/{name}", False
-                    yield os.path.join(where, name), os.fsencode(named), named
+        for path in below(self.path, SUFFIXES):
+            named, empty = os.path.relpath(path, self.path), False
+            yield path, os.fsencode(named), named
         if empty:
             raise InvalidRequest(f"{self.path} holds no pictures", f"of a folder, these count: {' '.join(SUFFIXES)}")
 
@@ -180,14 +187,6 @@ class FolderSource(Source):
 
 
 URL = "/v1/chat/completions"
-SAME_NAME = frozenset(
-    (
-        *("temperature", "top_p", "top_k", "stop", "seed", "min_tokens", "ignore_eos", "skip_special_tokens"),
-        *("include_stop_str_in_output", "presence_penalty", "frequency_penalty", "repetition_penalty", "priority"),
-        *("max_tokens", "min_p", "stop_token_ids", "logit_bias"),
-    )
-)
-"""As the SDK has it; what this server does not know, it refuses by name."""
 WITHOUT_EFFECT = frozenset(
     (
         *("metadata", "model", "parallel_tool_calls", "prompt_cache_key"),
@@ -222,8 +221,8 @@ def row_fields(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _options(body: dict[str, Any]) -> dict[str, Any]:
-    options = {name: value for name, value in body.items() if name in SAME_NAME}
-    rest = {name: value for name, value in body.items() if name not in SAME_NAME and name not in WITHOUT_EFFECT}
+    rest = {name: value for name, value in body.items() if name not in WITHOUT_EFFECT}
+    options = {name: rest.pop(name) for name in [*rest] if name in ("max_tokens", *SAME_NAME)}
     for name, allowed in OF_ONE_ANSWER.items():
         if name in rest and rest.pop(name) not in allowed:
             raise InvalidRequest(f"body.{name} is not served here", f"leave {name} out")
