@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tessera_client.client import Client
 from tessera_jobs.job import Job
-from tessera_jobs.rows import Row, Source
+from tessera_jobs.rows import Source
 from tessera_wire.errors import InvalidRequest
 
 PARTS = ("weights", "code", "machine or settings", "mode")
@@ -54,7 +54,7 @@ def audit(source: Source, answers: Path, url: str, force: bool, **how: Any) -> A
         for row, (_, now) in zip(source.rows(), results(again)):
             recorded.seek(places.get(row.id, 0))
             then = json.loads(recorded.readline()) if row.id in places else {"answer": None}
-            if then["answer"] is None or unseeded(row):
+            if then["answer"] is None or row.unseeded:
                 left_out += 1
                 continue
             if any(then.get(digest) != now.get(digest) for digest in ("asked", "content")):
@@ -80,11 +80,6 @@ def results(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise InvalidRequest(f"{path} holds no results of `tessera batch`: {line[:80]!r}") from None
             yield place, result
             place += len(line)
-
-
-def unseeded(row: Row) -> bool:
-    """Whether each answer to it is another."""
-    return bool(row.options.get("temperature")) and row.options.get("seed") is None
 
 
 def check_fingerprint(then: dict[str, Any], now: str, answers: Path) -> None:

@@ -211,7 +211,7 @@ class Job:
             reading = loop.run_in_executor(self._files, contents, row) if row.images or row.messages else None
             pictures, content = await reading if reading else contents(row)
             call = question(row, pictures, self.pool)
-            if row.options.get("temperature") and row.options.get("seed") is None:  # each answer is another
+            if row.unseeded:
                 self._write(row, to_record(await self._asker.ask(call)), content)
             else:
                 await self._answer_once(row, content, call)

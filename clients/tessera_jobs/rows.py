@@ -45,6 +45,11 @@ class Row(NamedTuple):
     error: InvalidRequest | None = None
     messages: Conversation | None = None
 
+    @property
+    def unseeded(self) -> bool:
+        """Whether each answer to it is another."""
+        return bool(self.options.get("temperature")) and self.options.get("seed") is None
+
 
 def _about(path: str) -> tuple[int, ...]:
     try:
