@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from tessera_client import AsyncClient, Retry, TesseraClientError
-from tessera_gateway import completions, errors, responses, service, tracing
+from tessera_gateway import completions, errors, page, responses, service, tracing
 from tessera_gateway.batches import routes as batches
 from tessera_gateway.batches.runner import Runner
 from tessera_gateway.batches.service import BatchService
@@ -67,7 +67,7 @@ def create_app(
     state.door = ConnectionLimits(state.counters, settings)
     state.batches = BatchService(settings.batch_folder, state.counters) if settings.batch_folder else None
 
-    for room in (completions, responses, batches, service):
+    for room in (completions, responses, batches, service, page):
         app.include_router(room.router)
 
     app.add_exception_handler(batches.StorageError, batches.answer_storage_error)

@@ -17,7 +17,7 @@ from tessera.launcher import cli
 from tessera.launcher.health import health_port
 from tessera.tritonserver import engine_metrics
 from tessera_gateway import cli as gateway_cli
-from tessera_gateway import service, tracing
+from tessera_gateway import page, service, tracing
 from tessera_wire.tensors import addresses
 
 pytestmark = pytest.mark.clients
@@ -144,7 +144,7 @@ def test_the_pages_that_probes_ask_for_are_there(objects: Objects) -> None:
             assert httpx.get(url, trust_env=False).status_code == (200 if name == "livenessProbe" else 503)
     gateway = container(pods(objects)["gateway"])
     paths = {gateway[name]["httpGet"]["path"] for name in ("readinessProbe", "livenessProbe")}
-    assert paths <= {getattr(route, "path", "") for route in service.router.routes}
+    assert paths <= {getattr(route, "path", "") for route in page.router.routes}
 
 
 def test_the_image_is_the_dockerfiles_and_its_user_too(objects: Objects) -> None:

@@ -11,7 +11,8 @@ from gateway.gateway_doubles import gateway
 from stand_in import TWO_TILES
 
 from tessera_client import InvalidRequest, PicturePlan
-from tessera_gateway.service import FOLDER, numbers, upright_size
+from tessera_gateway.page import FOLDER, upright_size
+from tessera_gateway.service import numbers
 
 
 def files() -> Iterator[str]:
@@ -29,7 +30,7 @@ def test_every_file_is_served_under_a_strict_policy(path: str) -> None:
     assert response.headers["x-content-type-options"] == "nosniff"
 
 
-@pytest.mark.parametrize("name", ["service.py", "..%2Fservice.py", "%2e%2e/service.py", "nothing.js", "", "."])
+@pytest.mark.parametrize("name", ["page.py", "..%2Fpage.py", "%2e%2e/page.py", "nothing.js", "", "."])
 def test_nothing_else_is_served(name: str) -> None:
     assert gateway()("GET", f"/page/{name}").status_code == 404
 
