@@ -98,15 +98,10 @@ _WITHOUT_STATUS: tuple[tuple[str, type[TesseraClientError], str], ...] = (
 )
 
 _BY_CODE: dict[str, tuple[type[TesseraClientError], str]] = {
-    "INVALID_ARGUMENT": (InvalidRequest, ""),
-    "OUT_OF_RANGE": (InvalidRequest, ""),
-    "FAILED_PRECONDITION": (InvalidRequest, ""),
-    "NOT_FOUND": (InvalidRequest, ""),
-    "ALREADY_EXISTS": (InvalidRequest, ""),
-    "INTERNAL": (ServerError, ""),
-    "UNKNOWN": (ServerError, ""),
-    "UNAVAILABLE": (Unavailable, _BUSY_REMEDY),
-    "RESOURCE_EXHAUSTED": (Unavailable, _BUSY_REMEDY),
+    **dict.fromkeys(("INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION"), (InvalidRequest, "")),
+    **dict.fromkeys(("NOT_FOUND", "ALREADY_EXISTS"), (InvalidRequest, "")),
+    **dict.fromkeys(("INTERNAL", "UNKNOWN"), (ServerError, "")),
+    **dict.fromkeys(("UNAVAILABLE", "RESOURCE_EXHAUSTED"), (Unavailable, _BUSY_REMEDY)),
     "DEADLINE_EXCEEDED": (DeadlineExceeded, _SLOW_REMEDY),
     "CANCELLED": (Cancelled, ""),
     "UNIMPLEMENTED": (ProtocolError, "is this a Tessera server, and the address its gRPC port (8001)?"),
