@@ -19,6 +19,7 @@ from tessera_wire.errors import ConnectionFailed, InvalidRequest, TesseraClientE
 from tessera_wire.tensors import addresses, parse_url
 
 REST_SECONDS = 1.0
+NOT_THERE = "not in this server's repository"
 NOT_NOW = (Unavailable, ConnectionFailed)  # the errors that say so, which are the retried ones
 
 
@@ -178,20 +179,16 @@ def merged(statuses: Mapping[str, ServerStatus]) -> ServerStatus:
     """One status for the servers at these addresses: ready, and a model READY, where that is so on all of them."""
     if len(statuses) == 1:
         return next(iter(statuses.values()))
-    names = dict.fromkeys(model.name for status in statuses.values() for model in status.models)
+    found: dict[str, ModelStatus] = {}
+    for name in dict.fromkeys(model.name for status in statuses.values() for model in status.models):
+        for address, status in statuses.items():
+            model = next((each for each in status.models if each.name == name), ModelStatus(name, "", "", NOT_THERE))
+            if model.state != "READY":
+                found[name] = replace(model, reason=f"{address}: {model.reason}")
+                break
+            found.setdefault(name, model)
     return ServerStatus(
         ready=all(status.ready for status in statuses.values()),
         version=", ".join(dict.fromkeys(status.version for status in statuses.values())),
-        models=tuple(_worst([_model(name, at, status) for at, status in statuses.items()]) for name in names),
+        models=tuple(found.values()),
     )
-
-
-def _model(name: str, address: str, status: ServerStatus) -> ModelStatus:
-    for model in status.models:
-        if model.name == name:
-            return model if model.state == "READY" else replace(model, reason=f"{address}: {model.reason}")
-    return ModelStatus(name, "", "", f"{address}: not in this server's repository")
-
-
-def _worst(models: Sequence[ModelStatus]) -> ModelStatus:
-    return next((model for model in models if model.state != "READY"), models[0])
