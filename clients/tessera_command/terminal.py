@@ -152,7 +152,11 @@ def ask(url: str, timeout: float = 2.0) -> Health | None:
     try:
         address = httpx.URL(url if "://" in url else f"http://{url}")
         page = address.copy_with(scheme="http", port=address.port or DEFAULT_PORT, raw_path=b"/healthz")
-        return _health(httpx.get(page, timeout=timeout, trust_env=False).json())
+        told = httpx.get(page, timeout=timeout, trust_env=False).json()
+        stages = tuple(StageHealth(name, **about) for name, about in told["stages"].items())
+        return Health(
+            **{each.name: told[each.name] for each in fields(Health) if each.name in told} | {"stages": stages}
+        )
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -164,9 +168,3 @@ def supervised(url: str, health_url: str | None = None) -> Health | None:
     host, _, port = parse_url(addresses(url)[0])[1].rpartition(":")
     page = ask(health_url or f"http://{host}:{DEFAULT_PORT}")
     return page if page and (health_url or page.serves(port)) else None
-
-
-def _health(page: dict[str, Any]) -> Health:
-    stages = tuple(StageHealth(name, **about) for name, about in page["stages"].items())
-    known = {each.name: page[each.name] for each in fields(Health) if each.name in page}
-    return Health(**known | {"stages": stages})

@@ -162,7 +162,8 @@ def print_table(result: dict[str, Any], console: Any) -> None:
 
     classes = Table("class", "yes", "no", "balanced acc.", "precision", "recall", title="Hazards")
     for name, row in result["classes"].items():
-        classes.add_row(name, *_presence_cells(row))
+        shares = map(_percent, (row["balanced_accuracy"], row["precision"], row["recall"]))
+        classes.add_row(name, str(row["yes"]), str(row["no"]), *shares)
     console.print(classes)
     kinds = Table("kind", "questions", "accuracy", title="Kinds of question")
     for name, row in result["kinds"].items():
@@ -178,11 +179,6 @@ def print_table(result: dict[str, Any], console: Any) -> None:
         f"large {_percent(large['presence']['balanced_accuracy'])}; "
         f"{result['questions']} questions, {result['errors']} errors, {result['qpm']} QPM"
     )
-
-
-def _presence_cells(row: dict[str, Any]) -> list[str]:
-    shares = (row["balanced_accuracy"], row["precision"], row["recall"])
-    return [str(row["yes"]), str(row["no"]), *map(_percent, shares)]
 
 
 def _percent(share: float | None) -> str:

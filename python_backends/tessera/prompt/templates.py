@@ -52,7 +52,9 @@ def template_renderer(source: str, tokenizer: Tokenizer, disguise: Disguise) -> 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    environment.filters["tojson"] = lambda value, **options: disguise.hide(_to_json(shown(value), **options))
+    environment.filters["tojson"] = lambda value, ensure_ascii=False, **options: disguise.hide(
+        json.dumps(shown(value), ensure_ascii=ensure_ascii, **options)
+    )
     environment.globals["raise_exception"] = _raise_exception
     # What macros and set blocks give may be looked at too.
     environment.concat = lambda pieces: UserText("".join(pieces), disguise)  # type: ignore[method-assign]
@@ -114,10 +116,6 @@ def _content(message: Message, in_parts: bool) -> Any:
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 @dataclass(frozen=True)
