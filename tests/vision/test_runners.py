@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import check_graph
 import export_graph
@@ -27,7 +26,6 @@ from tessera.vision.onnx_runner import OnnxRunner, graph_path
 from tessera.vision.runner import make_runner
 from tessera.vision.torch_runner import TorchRunner
 
-BUILD = Path(__file__).resolve().parents[2] / "build" / "vision"
 SMALL = dict(image_size=56, patch_size=14)
 SHAPES = {
     "plain": {},
