@@ -8,9 +8,20 @@ from random import Random
 import numpy as np
 import pytest
 
-from tessera.engine.drafts.occurrences import Occurrences
-from tessera.engine.drafts.suffixes import BETWEEN, LEAST, LONGEST, PROMPT_TOKENS, EarlierAnswers, Suffixes, read_tokens
-from tessera.engine.drafts.text import CERTAIN, NEAR, PIECE, TextDraft
+from tessera.engine.drafts.text import (
+    BETWEEN,
+    CERTAIN,
+    LEAST,
+    LONGEST,
+    NEAR,
+    PIECE,
+    PROMPT_TOKENS,
+    EarlierAnswers,
+    Occurrences,
+    Suffixes,
+    TextDraft,
+    read_tokens,
+)  # fmt: skip
 
 
 def agreeing(text: Sequence[int], place: int, answer: Sequence[int]) -> int:

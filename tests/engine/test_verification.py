@@ -25,9 +25,8 @@ from engine_fakes import (
 from test_random_mixes import BLOCK, ROWS, STOP, chosen
 
 from tessera.engine.drafts.drafter import Drafting, Expected, Proposal
-from tessera.engine.drafts.lengths import lengths, tokens_should_be_known
 from tessera.engine.execution import penalties
-from tessera.engine.scheduling.policies import CostModel, Load
+from tessera.engine.scheduling.policies import CostModel, Load, draft_lengths, tokens_should_be_known
 from tessera.engine.sequence import NOT_FINITE, Report, Sequence
 from tessera.engine.structured_output.constraints import Constraints
 from tessera.prompt.sampling import SamplingParameters
@@ -330,12 +329,12 @@ def proposals(*shares):
 
 
 def test_how_much_is_verified_follows_from_what_rows_cost_and_how_many_were_right():
-    assert lengths(load(), proposals(0.9, 0.1), 2, 2, 100) == [10, 10]  # rows that cost nothing
-    assert lengths(load(1e4), proposals(0.9, 0.1), 2, 2, 100) == [10, 0]
-    assert lengths(load(1e8), proposals(0.9, 0.1), 2, 2, 100) == [0, 0]  # no row is cheaper than another
-    assert lengths(load(2e4), proposals(1.0, 0.9, 0.0), 50, 50, 100)[::2] == [10, 0]
-    assert lengths(load(), proposals(1.0, 0.5), 2, 2, 12) == [10, 2]
-    assert lengths(load(), [Proposal((), 0.0)], 1, 1, 9) == [0]
+    assert draft_lengths(load(), proposals(0.9, 0.1), 2, 2, 100) == [10, 10]  # rows that cost nothing
+    assert draft_lengths(load(1e4), proposals(0.9, 0.1), 2, 2, 100) == [10, 0]
+    assert draft_lengths(load(1e8), proposals(0.9, 0.1), 2, 2, 100) == [0, 0]  # no row is cheaper than another
+    assert draft_lengths(load(2e4), proposals(1.0, 0.9, 0.0), 50, 50, 100)[::2] == [10, 0]
+    assert draft_lengths(load(), proposals(1.0, 0.5), 2, 2, 12) == [10, 2]
+    assert draft_lengths(load(), [Proposal((), 0.0)], 1, 1, 9) == [0]
 
 
 class Asked(Guess):

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tessera.engine.drafts.drafter import Drafter, Drafting
-from tessera.engine.drafts.grammar import ForcedRuns
-from tessera.engine.drafts.suffixes import EarlierAnswers, Suffixes, read_tokens
-from tessera.engine.drafts.text import TextDraft
+from tessera.engine.drafts.text import EarlierAnswers, Suffixes, TextDraft, read_tokens
 from tessera.engine.process.messages import End, EngineMetrics, Progress
 from tessera.engine.scheduling.block_manager import BlockManager, image_cache_ids
 from tessera.engine.scheduling.policies import LEAST_CHUNK, LEAST_CHUNK_OF_EXPERTS, CostModel, Load, Rules
@@ -215,8 +213,8 @@ class Engine:
             if matcher.slow and self._lane.full:
                 raise Unavailable("the queue is full of answers whose grammars take long; try again later")
             if self._config.drafts:
-                forced = ForcedRuns(matcher, self._config.drafts)
-                options["drafting"] = self._drafting([forced, *self._drafters(request)])
+                matcher.look_ahead(self._config.drafts)
+                options["drafting"] = self._drafting([matcher, *self._drafters(request)])
             return ConstrainedSequence(request, matcher, self._lane, **options)
         if self._config.drafts and (drafters := self._drafters(request)):
             options["drafting"] = self._drafting(drafters)

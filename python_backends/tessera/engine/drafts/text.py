@@ -1,17 +1,56 @@
-"""A request's own draft of its answer: what follows there where the answer stands."""
+"""Drafts out of text that is known: of a request's own draft what follows where the answer stands; of its prompt and
+of earlier answers what followed the answer's last tokens where they occurred before.
+
+Earlier answers are shared by name alone: one without a name leaves nothing behind.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import islice, takewhile
 
-from tessera.engine.drafts.occurrences import Occurrences
+import numpy as np
 
-CERTAIN = 3  # tokens that agree are no accident
 LONGEST = 16  # tokens by which places are told apart
+PIECE = 256  # tokens of a text read at a call: no step waits for a long one
+# Of a request's own draft:
+CERTAIN = 3  # tokens that agree are no accident
 MOST_PLACES = 32  # that are looked at for one token, on either side
 NEAR = 4  # tokens ahead: so far a single one that agrees is believed
-PIECE = 256  # tokens read at a call: no step waits for a long draft
+# Of prompts and earlier answers:
+PROMPT_TOKENS = 2048  # the last ones of a prompt that are read
+LEAST = 4  # tokens that must have occurred
+LATEST = 8  # places of a text that are looked at
+BETWEEN = -1
+"""In a token's place: what stands before it is not followed by what comes after it."""
+
+
+class Occurrences:
+    """``behind``: of each ``order`` tokens in a row the places behind them in ``tokens``, ascending. The text may grow,
+    at 0.4 us and about 200 bytes a token."""
+
+    def __init__(self, order: int, tokens: Iterable[int] = ()) -> None:
+        self.tokens: list[int] = []
+        self.behind: dict[tuple[int, ...], list[int]] = {}
+        self._order = order
+        self.extend(tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        begin = max(0, len(self.tokens) + 1 - self._order)
+        self.tokens += tokens
+        rows = zip(*(islice(self.tokens, begin + ahead, None) for ahead in range(self._order)))
+        for place, row in enumerate(rows, begin + self._order):
+            self.behind.setdefault(row, []).append(place)
+
+    def agreeing(self, place: int, answer: Sequence[int], end: int, most: int) -> int:
+        """How many tokens before ``place``, up to this many, are those of an answer before ``end``."""
+        tokens, most = self.tokens, min(most, place, end)
+        count = 0
+        while count < most and tokens[place - 1 - count] == answer[end - 1 - count]:
+            count += 1
+        return count
 
 
 class TextDraft:
@@ -64,3 +103,66 @@ class TextDraft:
                 self._place, self._agreeing = here + 1 + near.index(outputs[end - 1]), 1
             else:
                 self._place = min(here + 1, len(self._tokens))
+
+
+def read_tokens(input_ids: np.ndarray, spans: np.ndarray) -> list[int]:
+    """A prompt's tokens with BETWEEN where each picture stands; the arguments are as in Request."""
+    tokens, kept = np.array(input_ids), np.ones(len(input_ids), bool)
+    for start, length in np.asarray(spans).reshape(-1, 2):
+        tokens[start], kept[start + 1 : start + length] = BETWEEN, False
+    return tokens[kept][-PROMPT_TOKENS:].tolist()
+
+
+class EarlierAnswers:
+    """The last answers by name: of each name between ``tokens`` and twice as many tokens, of at most ``names`` names;
+    the one that was not used for longest goes first. By default 131,072 tokens, in 26 MB."""
+
+    def __init__(self, names: int = 16, tokens: int = 4096) -> None:
+        self._names, self._tokens = names, tokens
+        self._of: OrderedDict[str, list[Occurrences]] = OrderedDict()
+
+    def of(self, name: str) -> Sequence[Occurrences]:
+        """The newest first."""
+        if (kept := self._of.get(name)) is None:
+            return ()
+        self._of.move_to_end(name)
+        return kept
+
+    def add(self, name: str, answer: Sequence[int]) -> None:
+        """Keeps the beginning of an answer that is as long as all that is kept."""
+        kept = self._of.setdefault(name, [Occurrences(LEAST)])
+        self._of.move_to_end(name)
+        if len(self._of) > self._names:
+            self._of.popitem(last=False)
+        if len(kept[0].tokens) + len(answer) > self._tokens and kept[0].tokens:
+            kept[:] = [Occurrences(LEAST), kept[0]]
+        kept[0].extend([*answer[: self._tokens], BETWEEN])
+
+
+class Suffixes:
+    """Proposes for one answer, once its last four tokens or more occurred before, what followed where the most did, and
+    no more tokens than occurred: in answers without boilerplate, longer drafts are nearly all wrong.
+
+    ``prompt``: as :func:`read_tokens` has it. ``name``: of the earlier answers.
+    """
+
+    prior = 0.4
+
+    def __init__(self, prompt: Sequence[int], earlier: EarlierAnswers, name: str) -> None:
+        self._unread = list(prompt)
+        self._prompt = Occurrences(LEAST)
+        self._earlier, self._name = earlier, name
+
+    def propose(self, outputs: Sequence[int], most: int) -> list[int]:
+        """As :meth:`tessera.engine.drafts.drafter.Drafter.propose`."""
+        if self._unread:
+            self._prompt.extend(self._unread[:PIECE])
+            del self._unread[:PIECE]
+        last, longest = tuple(outputs[-LEAST:]), 0
+        found: list[int] = []
+        for text in (self._prompt, *self._earlier.of(self._name)):
+            for place in text.behind.get(last, ())[-LATEST:]:
+                agreeing = text.agreeing(place, outputs, len(outputs), LONGEST)
+                if agreeing > longest:
+                    longest, found = agreeing, text.tokens[place : place + min(most, agreeing)]
+        return list(takewhile(BETWEEN.__ne__, found)) if found else found

@@ -79,8 +79,11 @@ class _Grammar:
 class Matcher:
     """Follows one answer. ``mask``: the tokens that may come next, uint8 [ceil(vocabulary / 8)], the lowest bit first.
 
-    A stop token may come wherever the answer may end.
+    A stop token may come wherever the answer may end. As a Drafter it proposes what the form of the answer leaves no
+    choice about: keys, brackets, all but the first of an enumeration's tokens.
     """
+
+    prior = 1.0
 
     def __init__(self, matcher: LLMatcher, ends: np.ndarray, end: int, beside: Beside, size: int = 0) -> None:
         """``ends``: the mask of all stop tokens; ``end``: the one that llguidance knows; ``size``: bytes."""
@@ -139,6 +142,9 @@ class Matcher:
         """From the next token on ``forced`` are the tokens that must come then, as the tokenizer writes them, as far as
         there is no choice: this many and one at most."""
         self._ahead = most + 1
+
+    def propose(self, outputs: SequenceType[int], most: int) -> SequenceType[int]:
+        return self.forced[:most]
 
     def along(self, draft: SequenceType[int]) -> list[Mask]:
         """The mask behind each token of a draft, up to the first that must not come; nothing else changes. Of any but a
