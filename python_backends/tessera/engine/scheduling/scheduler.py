@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
-from tessera.engine.drafts.lengths import lengths, tokens_should_be_known
 from tessera.engine.scheduling import policies
 from tessera.engine.scheduling.block_manager import BlockManager
 from tessera.engine.scheduling.policies import Load, StepBudget
@@ -77,7 +76,7 @@ class Scheduler:
         """Whether the tokens of this one should be known before the next is planned."""
         if not any(each.drafting is not None or each.awaits_token for each in self.running):
             return False
-        return tokens_should_be_known(self.load, batch.tokens - batch.rows)
+        return policies.tokens_should_be_known(self.load, batch.tokens - batch.rows)
 
     def apply(
         self, batch: ScheduledBatch, sampled: SequenceType[SampledToken]
@@ -180,7 +179,7 @@ class Scheduler:
             load.max_rows - len(self.running) - len(load.admissible()), (load.max_batched_tokens - decoding) // 2
         )
         run = decoding + min(unread, budget.full)
-        taken = lengths(load, list(proposals.values()), decoding, run, max(0, most))
+        taken = policies.draft_lengths(load, list(proposals.values()), decoding, run, max(0, most))
         drafts = {
             each: each.verifiable(proposal.tokens[:length])
             for (each, proposal), length in zip(proposals.items(), taken)
