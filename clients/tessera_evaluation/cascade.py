@@ -169,7 +169,7 @@ def _refusal(pictures: int, differ: int, disagree: float, level: float) -> Inval
 
 
 def watched(pairs: Sequence[Pair], escalated: Sequence[bool], disagree: float, confidence: float) -> dict[str, Any]:
-    """What tessera.cascade.watch reads: shares with their upper limits, each with this confidence."""
+    """What tessera.cascade reads: shares with their upper limits, each with this confidence."""
     margins = sorted(pair.margin for pair in pairs)
     low, high = margins[len(margins) // 4], margins[-1 - len(margins) // 4]
     counts = {

@@ -26,7 +26,7 @@ import figures
 import numpy as np
 
 from bench.cascade_rows import DESCRIBES, FIRST_RIGHT, FULL_RIGHT, ROWS, SAME
-from tessera.cascade.watch import AVERAGE_RUN, Plan, Watch
+from tessera.cascade import AVERAGE_RUN, Plan, Watch
 from tessera_evaluation import cascade
 from tessera_evaluation.cascade import Pair
 from tessera_evaluation.charts import Chart, ticks

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from test_watch import PLANNED
 
-from tessera.cascade.policy import Policy, read_policy
-from tessera.cascade.watch import Plan
+from tessera.cascade import Plan, Policy, read_policy
 from tessera.errors import ConfigError
 
 CASCADE = {"cascade": {"margin": 2.5, "full": {"max_tiles": 6}}}

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from tessera.cascade.watch import AVERAGE_RUN, Expected, Plan, Rise, Watch
+from tessera.cascade import AVERAGE_RUN, Expected, Plan, Rise, Watch
 from tessera.errors import ConfigError
 
 PLANNED = {

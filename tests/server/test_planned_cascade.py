@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import scene
-from tessera.cascade.watch import Plan
+from tessera.cascade import Plan
 from tessera_client import Client
 from tessera_command.cli import main
 

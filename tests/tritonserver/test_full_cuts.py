@@ -17,8 +17,7 @@ from cascade.test_watch import PLANNED
 from fakes.backend import InferenceRequest, Tensor, stage_args, strings, wait_until
 from test_fronts import answer_of, outputs
 
-from tessera.cascade.policy import Policy
-from tessera.cascade.watch import Plan, Watch
+from tessera.cascade import Plan, Policy, Watch
 from tessera.engine.sequence import TokenEvent, Usage
 from tessera.errors import ConfigError
 from tessera.settings.stages import EngineConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tessera.cascade.policy import read_policy
+from tessera.cascade import read_policy
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.models.family import (
     FRAME,

@@ -4,7 +4,7 @@ cut's is sent in its place.
 This server's own ensemble is asked for it, as the fronts ask, so that the full cut's way and its answer are those of
 any request. It keeps the first cut's deadline, its leases and, as its rank, its age.
 
-Where the server follows a policy file, what it decides is watched (tessera/cascade/watch.py), and a share of the
+Where the server follows a policy file, what it decides is watched (tessera/cascade.py), and a share of the
 answers to first cuts is audited: the full cut is asked as well, for nobody, at the worst priority and when nothing
 waits.
 """
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from tessera.cascade.watch import Watch
+from tessera.cascade import Watch
 from tessera.prompt.sampling import LARGEST
 from tessera.tritonserver import ensemble, tensors
 from tessera.tritonserver.failures import KEY as TIMEOUT_KEY

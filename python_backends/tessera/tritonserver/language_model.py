@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tessera.cascade.watch import Watch
+from tessera.cascade import Watch
 from tessera.engine.process.client import EngineProcess
 from tessera.engine.sequence import Request, SamplingParameters, TokenEvent
 from tessera.errors import ConfigError, InvalidRequest, end_process_if_lost

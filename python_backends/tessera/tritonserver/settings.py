@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from tessera.cascade.policy import Policy, read_policy
+from tessera.cascade import Policy, read_policy
 from tessera.checkpoint.files import find_checkpoint
 from tessera.models.registry import vision_tensors
 from tessera.settings import schema

@@ -1,4 +1,5 @@
-"""Whether what is asked is still what a cascade was planned on (docs/cascade.md).
+"""Whether a picture's first, cheap cut is enough: what the setting ``preprocess.tile_policy`` says of it, and whether
+what is asked is still what a cascade was planned on (docs/cascade.md).
 
 A plan says how often things happened on its own pictures: that an answer was escalated, that its margin lay below the
 lower or above the upper quartile, and how often an answer that was not escalated may differ from the full cut's. Each
@@ -16,12 +17,17 @@ requests (Lorden 1971), KL being the divergence of the new share from the planne
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from tessera.errors import ConfigError
+from tessera.errors import ConfigError, InvalidRequest
+from tessera.models.tile_policy import stated_keys
 
+AUDIT = 0.01
+ON_ALARM = ("report", "escalate")
 AVERAGE_RUN = 200_000
 """Of each of the two tests without a cause, at least: together one false alarm in 100,000 requests."""
 RISE = 2.0
@@ -137,3 +143,41 @@ class Watch:
     def _raise(self, rise: Rise) -> str:
         self.alarm = str(rise)
         return self.alarm
+
+
+class Policy(NamedTuple):
+    """``full``: the tile policy of full cuts; None is the checkpoint's own. ``cascade``: as a request's tile policy has
+    it, for requests that have none. ``plan``: what it was planned on, of which the share ``audit`` of the answers to
+    first cuts is to tell whether it holds; ``on_alarm``: whether all is escalated where it does not, or only told."""
+
+    full: Any = None
+    cascade: Any = None
+    plan: Plan | None = None
+    audit: float = AUDIT
+    on_alarm: str = ON_ALARM[0]
+
+
+def read_policy(said: Any) -> Policy:
+    """Raises ConfigError that names what is wrong."""
+    document: Any = {"tile_policy": said}
+    if isinstance(said, str) and said.endswith(".json"):
+        try:
+            document = json.loads(Path(said).read_text(encoding="utf-8"))
+            document["tile_policy"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"preprocess: tile_policy: {said} is no policy file: {error!r:.200}") from None
+    tile_policy = document["tile_policy"]
+    try:
+        cascade = None if tile_policy is None else stated_keys(tile_policy).get("cascade")
+    except InvalidRequest as error:
+        raise ConfigError(f"preprocess: {error}") from None
+    if cascade is None:
+        return Policy(tile_policy)
+    audit, on_alarm = document.get("audit", AUDIT), document.get("on_alarm", ON_ALARM[0])
+    if isinstance(audit, bool) or not isinstance(audit, (int, float)) or not 0 <= audit <= 1:
+        raise ConfigError(f"preprocess: tile_policy: {said}: audit must be a share from 0 to 1, not {audit!r:.50}")
+    if on_alarm not in ON_ALARM:
+        raise ConfigError(f"preprocess: tile_policy: {said}: on_alarm must be one of {ON_ALARM}, not {on_alarm!r:.50}")
+    full = cascade.get("full") if isinstance(cascade, Mapping) else None
+    plan = Plan.read(document["watch"]) if "watch" in document else None
+    return Policy(full or None, tile_policy, plan, audit, on_alarm)
