@@ -12,8 +12,7 @@ from torch import nn
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.kernels.tower_attention import Attend
 from tessera.kernels.tower_layers import TowerKernels
-from tessera.models.qwen2_vl.position_grid import GridViT
-from tessera.models.qwen2_vl.vision import Merger
+from tessera.models.qwen2_vl.vision import GridViT, Merger
 
 
 class Mergers(Merger):
