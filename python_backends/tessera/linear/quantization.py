@@ -13,9 +13,9 @@ from typing import Any
 
 from tessera.checkpoint.weights import listed
 from tessera.errors import CheckpointError
+from tessera.linear.formats import Groups, Settings
 from tessera.linear.formats.fp8 import Fp8OnLoad
 from tessera.linear.scheme import LinearScheme, SchemeSelector
-from tessera.linear.settings import Groups, Settings
 from tessera.linear.unquantized import Unquantized
 
 #: quant_method -> its reader: (settings, from which it takes all that it understands) -> Groups

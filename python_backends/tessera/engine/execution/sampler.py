@@ -95,16 +95,6 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     return layer_kernels(logits.device.type).likeliest(logits)
 
 
-def _spread(logits: torch.Tensor) -> torch.Tensor:
-    """[m]: infinite or NaN for rows with any NaN or infinity, found in one pass."""
-    lowest, highest = logits.aminmax(dim=-1)
-    return highest - lowest
-
-
-def _checked(tokens: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
-    return torch.where(spread < float("inf"), tokens, NOT_FINITE)
-
-
 def sample(
     logits: torch.Tensor, rows: SequenceType[SamplingRow], started: Moment, penalties: Penalties | None = None
 ) -> SampledRows:
@@ -120,7 +110,7 @@ def sample(
     if reported:
         where = to_device(np.array(reported, np.int64), device)
         logprobs = _log_softmax(logits[where].float())
-    spread = _spread(logits)  # before any token is forbidden
+    lowest, highest = logits.aminmax(dim=-1)  # in one pass, and before any token is forbidden
     biased = [(i, *pair) for i, row in enumerate(rows) for pair in row.parameters.logit_bias]
     if biased:
         logits = _biased(logits.float(), biased)
@@ -144,12 +134,13 @@ def sample(
     if only:
         places = to_device(np.array([*only.items()], np.int64), device)
         tokens[places[:, 0]] = places[:, 1]
+    checked = torch.where(highest - lowest < float("inf"), tokens, NOT_FINITE)
     if logprobs is None:
-        return SampledRows(_checked(tokens, spread), started)
+        return SampledRows(checked, started)
     counts, wanted = _wanted(logprobs, [rows[i] for i in reported])
     own = logprobs.gather(1, tokens[where][:, None])[:, 0]
     details = (own, logprobs.gather(1, wanted), wanted, _margins(logits, rows, where))
-    return SampledRows(_checked(tokens, spread), started, list(zip(reported, counts)), details)
+    return SampledRows(checked, started, list(zip(reported, counts)), details)
 
 
 def _counted(likelihoods: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,11 @@ import torch
 
 from tessera.checkpoint.weights import TensorError
 from tessera.errors import CheckpointError
+from tessera.linear.formats import Groups, Settings
 from tessera.linear.formats.fp8 import BLOCK, Fp8
 from tessera.linear.formats.gptq import unpack
 from tessera.linear.formats.int4 import ZERO, Int4
 from tessera.linear.scheme import LinearScheme, Tensors, has_values, shaped
-from tessera.linear.settings import Groups, Settings
 
 _FORMATS = ("pack-quantized", "float-quantized", "naive-quantized")  # the last is another name for FP8's
 _BY_GROUP = ("group", "dynamic", True)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tessera.checkpoint.weights import TensorError
 from tessera.kernels.fp8_rows import E4M3, Fp8Rows, quantize_rows, quantize_weight
 from tessera.kernels.operands import DeferredProduct, GroupedOperands, Routing
+from tessera.linear.formats import Groups, Settings
 from tessera.linear.scheme import (
     Linear,
     LinearScheme,
@@ -23,7 +24,6 @@ from tessera.linear.scheme import (
     rows_of,
     shaped,
 )
-from tessera.linear.settings import Groups, Settings
 
 BLOCK = 128
 

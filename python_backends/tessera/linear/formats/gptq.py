@@ -13,9 +13,9 @@ from functools import partial
 import torch
 
 from tessera.errors import CheckpointError
+from tessera.linear.formats import Groups, Settings
 from tessera.linear.formats.int4 import ZERO, Int4
 from tessera.linear.scheme import Tensors, has_values, shaped
-from tessera.linear.settings import Groups, Settings
 
 _VERSIONS = {"gptq": 1, "gptq_v2": 2}
 # fmt: off

@@ -37,6 +37,9 @@ Stream = tuple["torch.Tensor | DeferredProduct", "torch.Tensor | None"]
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, both after a norm and onto the residual stream."""
 
+    #: whether queries and keys are normalised head by head; all heads share ``q_norm`` and ``k_norm`` [head_dim]
+    norms_heads = False
+
     def __init__(
         self, config: TextConfig, index: int, schemes: SchemeSelector, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -50,10 +53,12 @@ class DecoderLayer(nn.Module):
             named = {self.prefix + name: rows for name, rows in modules.items()}
             return Linear(size, named, bias, schemes, dtype, device)
 
-        def norm() -> RmsNorm:
-            return RmsNorm(hidden, config.rms_norm_eps, dtype, device)
+        def norm(size: int = hidden) -> RmsNorm:
+            return RmsNorm(size, config.rms_norm_eps, dtype, device)
 
-        self.input_norm, self.post_norm = norm(), norm()
+        self.input_norm, self.post_norm, self._eps = norm(), norm(), config.rms_norm_eps
+        if self.norms_heads:
+            self.q_norm, self.k_norm = norm(config.head_dim), norm(config.head_dim)
         self.qkv = linear(hidden, self.qkv_modules(head_shape(config)), config.attention_bias)
         self.output = linear(queries, stacked([self.names.output], [hidden]), config.output_bias)
         self.gate_up = linear(hidden, stacked(self.names.gate_up, [inner, inner]), config.mlp_bias)
@@ -90,11 +95,15 @@ class DecoderLayer(nn.Module):
     @property
     def head_norms(self) -> HeadNorms | None:
         """Those of q and k, where the model has any."""
-        return None
+        if not self.norms_heads:
+            return None
+        return HeadNorms(self.q_norm.get_buffer("weight"), self.k_norm.get_buffer("weight"), self._eps)
 
     def targets(self, stored: Collection[str]) -> dict[str, Target]:
         """As :meth:`Qwen2.targets`, for this layer."""
         norms = {self.names.input_norm: self.input_norm, self.names.post_norm: self.post_norm}
+        if self.norms_heads:
+            norms |= {"self_attn.q_norm": self.q_norm, "self_attn.k_norm": self.k_norm}
         targets = norm_targets({self.prefix + name: norm for name, norm in norms.items()})
         for linear in self.places():
             targets |= linear.targets(stored)
@@ -195,23 +204,7 @@ def norm_targets(norms: Mapping[str, RmsNorm]) -> dict[str, Target]:
 
 
 class Qwen3Layer(DecoderLayer):
-    """Queries and keys are normalised head by head; ``q_norm`` and ``k_norm`` [head_dim] are shared by all heads."""
-
-    def __init__(
-        self, config: TextConfig, index: int, schemes: SchemeSelector, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(config, index, schemes, dtype, device)
-        self.q_norm = RmsNorm(config.head_dim, config.rms_norm_eps, dtype, device)
-        self.k_norm = RmsNorm(config.head_dim, config.rms_norm_eps, dtype, device)
-        self._eps = config.rms_norm_eps
-
-    @property
-    def head_norms(self) -> HeadNorms:
-        return HeadNorms(self.q_norm.get_buffer("weight"), self.k_norm.get_buffer("weight"), self._eps)
-
-    def targets(self, stored: Collection[str]) -> dict[str, Target]:
-        norms = {"self_attn.q_norm": self.q_norm, "self_attn.k_norm": self.k_norm}
-        return super().targets(stored) | norm_targets({self.prefix + name: norm for name, norm in norms.items()})
+    norms_heads = True
 
 
 class Qwen3(Qwen2):
