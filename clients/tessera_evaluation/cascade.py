@@ -13,8 +13,6 @@ hypothesis' p-value is the binomial's own tail, which holds for any number of pi
 This takes pictures and questions to be drawn independently from what will be asked, and the model not to change.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A chart as an SVG picture, without a library: a box with two axes, and what is drawn in it and beside it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 A dataset is a list of :class:`Item`; whatever makes one can be measured by :mod:`tessera_evaluation.recall`.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import os

@@ -9,8 +9,6 @@ recall is the mean balanced accuracy over the classes of yes/no questions (``rec
 answers where a folder has no such classes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -11,8 +11,6 @@
 A question that ended in an error counts as answered wrong.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter

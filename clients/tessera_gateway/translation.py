@@ -1,7 +1,5 @@
 """A request of OpenAI's as a call of the SDK's, and the SDK's answer as OpenAI's."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

@@ -11,8 +11,6 @@ One model for a whole job, whichever servers answer and however often they start
 again is asked again which it has.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

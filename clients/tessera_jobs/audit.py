@@ -3,8 +3,6 @@
 JSON keeps the bits of a number, in a file as on its way: it has as many digits as tell the number from all others.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ asked as the job will ask them, as many at a time, and their answers are thrown 
 would be a guess.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 import uuid

@@ -23,8 +23,6 @@ Keeps two runs of a job from writing the same results (:class:`Locked`), and put
 (:func:`replaced`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

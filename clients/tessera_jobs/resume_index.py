@@ -3,8 +3,6 @@
 What a row's answer depends on, and the rows for which that is no longer what it was.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter
 from collections.abc import Iterator

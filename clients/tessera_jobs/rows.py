@@ -1,7 +1,5 @@
 """What a row is, wherever it comes from: :class:`Row`, and :class:`Source`, which has them."""
 
-from __future__ import annotations
-
 import json
 import os
 from abc import ABC, abstractmethod

@@ -4,8 +4,6 @@ A line of OpenAI's batch files, ``{"custom_id", "method", "url", "body"}``, as a
 takes. What the body holds and has no meaning here is refused by name.
 """
 
-from __future__ import annotations
-
 import atexit
 import csv
 import json

@@ -1,7 +1,5 @@
 """Parquet: rows from a table, and a journal as one. Needs pyarrow."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b

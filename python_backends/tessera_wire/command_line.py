@@ -4,8 +4,6 @@ What somebody may have meant who wrote a name that does not exist.
 
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import os

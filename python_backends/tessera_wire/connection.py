@@ -1,7 +1,5 @@
 """One gRPC channel to a tritonserver; the only file that imports grpc and the messages of tritonclient."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -14,8 +14,6 @@ tritonserver reports a failed request on such a call by a message without a stat
 :func:`tessera_wire.errors.from_server` goes by the words.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -5,8 +5,6 @@ A BYTES tensor is each element behind its length as a little-endian uint32; BOOL
 Where servers listen, as people write it.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Iterator, Sequence

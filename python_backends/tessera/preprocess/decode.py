@@ -3,8 +3,6 @@
 Resize modes: Pillow's antialiased bicubic at several times its speed, and a faster one that is only like it.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import re

@@ -3,8 +3,6 @@
 Every function raises ValueError with a short reason when the bytes are not what they claim.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import struct

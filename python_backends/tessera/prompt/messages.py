@@ -1,7 +1,5 @@
 """A request's text or OpenAI-style messages, checked, with every image's place and source."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ tokens of the rendered prompt are the template's own. What lies between them is 
 that knows no special token. Ordinary text gets the ids that transformers gives the rendered prompt.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

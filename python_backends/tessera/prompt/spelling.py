@@ -3,8 +3,6 @@
 How a tokenizer's pieces spell text, as bytes: what its decoder does, one piece at a time.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache

@@ -6,8 +6,6 @@ The checkpoint's conversation.py is code and never run; its system message is re
 belongs to the files, not to the template's name: the same name has had other sentences in other releases.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Callable, Sequence

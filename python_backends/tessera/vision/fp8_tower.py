@@ -5,8 +5,6 @@ from them. So at every start some tiles go through the tower before and after, a
 refusal. The tiles are drawn, not shipped: :func:`gate_tiles` says what of pictures they have.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Set
 

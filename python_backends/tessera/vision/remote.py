@@ -4,8 +4,6 @@ Every job is one ModelInfer call to the model `vision_encoder` there; all calls 
 another. Rows come back over the CPU. gRPC sets TCP_NODELAY on every TCP socket, on both sides.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

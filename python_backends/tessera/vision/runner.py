@@ -1,7 +1,5 @@
 """What computes a forward: the contract, the runner that the settings ask for, and what it keeps."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import numpy as np

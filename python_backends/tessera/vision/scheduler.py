@@ -7,8 +7,6 @@ with the next; the rows' budget and the lane bound how far. Those of a better pr
 beside the forward that is under way, where the runner can, and all others before the next one of the batch.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import threading
