@@ -193,14 +193,14 @@ def test_another_body_in_kernels_and_graphs():
 def test_experts_in_kernels_and_graphs(monkeypatch):
     """Of which one layer has none; by the kernels and by their twins."""
     from tessera.kernels import fast
-    from tessera.models.text import decoder
+    from tessera.models.text import qwen3_moe
 
     experts = ExpertsConfig(4, 2, 32, True, 1, mlp_only_layers=(0,))
     body = dict(architecture="Qwen3MoeForCausalLM", hidden_size=64, head_dim=16, num_hidden_layers=2, experts=experts)
     model = tiny_model(device=DEVICE, **body)
     plain = dict(attention="sdpa", prefix_cache="off", async_launch=False, model=model)
     expected = [answers(make_engine(**plain), [request])[0] for request in requests(2)]
-    monkeypatch.setattr(decoder, "layer_kernels", lambda device: fast)
+    monkeypatch.setattr(qwen3_moe, "layer_kernels", lambda device: fast)
     engine = make_engine(graphs=(1, 2), prompt_graphs=(64,), model=model)
     assert answers(engine, requests(2)) == expected and engine.metrics.graph_steps > 0
 

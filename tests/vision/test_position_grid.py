@@ -12,7 +12,7 @@ import torch
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from tessera.models.paddleocr_vl.vision import PaddleOcrViT
-from tessera.models.qwen2_vl.vision import GridViT, taps_of
+from tessera.models.qwen2_vl.position_grid import GridViT, taps_of
 from tessera.models.qwen3_vl.vision import Qwen3ViT
 from tessera.models.registry import read_config
 from tessera.models.tower import load_tower

@@ -80,7 +80,7 @@ MODELS = (
         _QWEN2_VL,
         names=("PaddleOCRVLForConditionalGeneration", "paddleocr_vl"),
         read_config="tessera.models.paddleocr_vl.config:read",
-        processor="tessera.models.qwen2_vl.processor:PaddleOcrVL",
+        processor="tessera.models.paddleocr_vl.processor:PaddleOcrVL",
         vision_tower="tessera.models.paddleocr_vl.vision:PaddleOcrViT",
         vision_tensors=r"(model\.)?(visual|projector)\.|mlp_AR\.",
         text_bodies=(PADDLEOCR_BODY,),

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from tessera.checkpoint.config import CheckpointConfig
-from tessera.checkpoint.weights import Target
+from tessera.checkpoint.weights import Target, copy_whole
 from tessera.kernels.tower_layers import PLAIN, TowerKernels
-from tessera.models.qwen2_vl.vision import Attention, GridViT, Merger
+from tessera.models.qwen2_vl.position_grid import GridViT
+from tessera.models.qwen2_vl.vision import Attention, Merger
 from tessera.models.tower import TowerLayer
 
 
@@ -37,7 +38,7 @@ class PaddleOcrViT(GridViT):
 
     def __init__(self, config: CheckpointConfig) -> None:
         super().__init__(config)
-        vision, self.frames = config.vision, ()  # its kernel is of two dimensions
+        vision = config.vision
         for module in self.layers.modules():
             if isinstance(module, nn.LayerNorm):
                 module.eps = vision.layer_norm_eps
@@ -52,7 +53,7 @@ class PaddleOcrViT(GridViT):
 
     def targets(self, stored: Set[str]) -> dict[str, Target]:
         """q, k and v are stored apart."""
-        targets = super().targets(stored)
+        targets = super().targets(stored) | {"patch_embedding.weight": self._fill_kernel}
         for index, layer in enumerate(self.layers):
             attention: Attention = cast(TowerLayer, layer).attention
             for leaf, whole in attention.qkv.named_parameters():
@@ -60,3 +61,8 @@ class PaddleOcrViT(GridViT):
                 for part, rows in zip("qkv", whole.chunk(3)):
                     targets[f"layers.{index}.attention.{part}_proj.{leaf}"] = partial(attention.fill, rows, 0)
         return targets
+
+    def _fill_kernel(self, stored: torch.Tensor) -> None:
+        kernel = torch.empty(self.patch_embedding.out_features, 3, *self.unit_shape[2:4])
+        copy_whole(kernel, stored)
+        self.patch_embedding.weight.copy_(kernel.permute(0, 2, 3, 1).flatten(1))

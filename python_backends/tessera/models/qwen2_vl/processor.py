@@ -166,19 +166,3 @@ class Qwen2VL(ModelFamily):
             above, done = above + max(rows, columns), start + length
         positions[:, done:] = np.arange(above, above + input_length - done)
         return positions
-
-
-class PaddleOcrVL(Qwen2VL):
-    """Of PaddleOCR-VL: a picture narrower than a group of patches is enlarged first, as transformers'
-    ``image_processing_pil_paddleocr_vl.py`` and ``modeling_paddleocr_vl.py`` have it."""
-
-    user_tokens = ()
-    default_tokens = ("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>")
-
-    def plan(self, width: int, height: int, policy: PixelRange) -> ImagePlan:
-        least = self.merge * self.patch
-        if height < least:
-            width, height = round(width * least / height), least
-        if width < least:
-            width, height = least, round(height * least / width)
-        return super().plan(width, height, policy)

@@ -6,7 +6,7 @@ is summed over them; and pixel normalisation is folded into it, so that pixels t
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import cycle
 from typing import Any, cast
 
@@ -32,7 +32,6 @@ EPS = 1e-6  # of every norm
 _GREY = 128
 _SMALL = 32**2  # patches of the picture that graphs have their way of attention measured on
 _PLACE = 8  # bytes of a patch's row and column
-_TAPS = 4 * (4 + 4)  # bytes of a patch's places in a grid of positions and their shares
 
 
 class Attention(nn.Module):
@@ -97,8 +96,7 @@ class Qwen2ViT(PatchTower):
     def __init__(self, config: CheckpointConfig) -> None:
         super().__init__(config)
         vision, size = config.vision, config.vision.embed_dim
-        self.statistics = vision.pixel_mean, vision.pixel_std
-        self.frames: tuple[int, ...] = (vision.temporal_patch_size,)
+        self.statistics, self.frames = (vision.pixel_mean, vision.pixel_std), vision.temporal_patch_size
         self.theta = vision.rope_theta
         self.patch_embedding = nn.Linear(3 * vision.patch_size**2, size)
         nn.init.zeros_(self.patch_embedding.bias)  # which normalisation has in any case
@@ -251,11 +249,9 @@ class Qwen2ViT(PatchTower):
         return targets
 
     def _sum_frames(self, stored: torch.Tensor) -> None:
-        kernel = torch.empty(self.patch_embedding.out_features, 3, *self.frames, *self.unit_shape[2:4])
+        kernel = torch.empty(self.patch_embedding.out_features, 3, self.frames, *self.unit_shape[2:4])
         copy_whole(kernel, stored)
-        if self.frames:
-            kernel = kernel.sum(2)
-        self.patch_embedding.weight.copy_(kernel.permute(0, 2, 3, 1).flatten(1))
+        self.patch_embedding.weight.copy_(kernel.sum(2).permute(0, 2, 3, 1).flatten(1))
 
     def finish_loading(self) -> None:
         mean, std = self.statistics
@@ -287,65 +283,3 @@ def _call(
     """The way's attention alone, without what is made once for all layers; a way that cannot do it raises at a call."""
     attend = cache(partial(way, lengths, query.device))
     return lambda: attend()(query, key, value)
-
-
-class GridViT(Qwen2ViT):
-    """Qwen2ViT with learned positions: a square grid of them is stretched over each picture, and a patch's is
-    interpolated between the four around it. ``position_embedding`` [side * side, hidden] is the grid, row by row."""
-
-    def __init__(self, config: CheckpointConfig) -> None:
-        super().__init__(config)
-        self.side = config.vision.grid_side
-        self.position_embedding = nn.Parameter(torch.empty(self.side**2, config.vision.embed_dim))
-
-    @staticmethod
-    def on_grid(places: torch.Tensor, size: torch.Tensor, side: int) -> torch.Tensor:
-        """Patches' rows and columns [n, 2] in a picture of ``size`` (height, width) -> where their centres lie in the
-        grid, from 0 to side - 1, float32 [n, 2]; what lies beyond an edge has the edge's position."""
-        raise NotImplementedError
-
-    def places(self, wires: Wires, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Turns, and what :func:`taps_of` gives."""
-        merge, side = self.merge, self.side
-        taps = [taps_of(self.on_grid, height, width, merge, side, *kept) for _, height, width, *kept in wires]
-        return (*super().places(wires, device), *(to_device(torch.cat(each), device) for each in zip(*taps)))
-
-    def embed(self, pixels: torch.Tensor, *grid: torch.Tensor) -> torch.Tensor:
-        """Positions are summed in float32 and rounded once: shares of 16 bits would not sum to one.
-
-        embedding_bag wants the grid in the dtype of the shares. That copy is small; four rows for each patch, gathered
-        before they are summed, would not be.
-        """
-        taps, shares = grid
-        x, table = super().embed(pixels), self.position_embedding.float()
-        positions = functional.embedding_bag(taps, table, mode="sum", per_sample_weights=shares)
-        return x.add_(positions.to(x.dtype))
-
-    def activation_bytes(self, cost: int, scores: bool = False) -> int:
-        return super().activation_bytes(cost, scores) + self.grid_bytes(cost)
-
-    def grid_bytes(self, cost: int) -> int:
-        """What positions take: places in the grid, their shares, and in 16 bits the grid in float32."""
-        table = 4 * self.position_embedding.numel() if self.position_embedding.itemsize < 4 else 0
-        return table + cost * self.merge**2 * _TAPS
-
-
-@lru_cache(maxsize=32)
-def taps_of(
-    on_grid: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor],
-    height: int,
-    width: int,
-    merge: int,
-    side: int,
-    kept: bytes | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The four places in a grid of side x side that each patch of a picture of height x width patches lies between,
-    int32 [n, 4], and their shares, float32 [n, 4]; ``on_grid`` as :meth:`GridViT.on_grid`, ``kept`` as for
-    :func:`places_of`."""
-    at = on_grid(places_of(height, width, merge, kept), torch.tensor((height, width)), side)
-    low = at.floor()
-    share = at - low
-    shares = torch.stack((1 - share, share), dim=1)  # [patches, before and behind, axes]
-    taps = torch.stack((low, low + 1), dim=1).clamp_(0, side - 1).int()
-    places = (taps[:, :, None, 0] * side + taps[:, None, :, 1]).flatten(1)
-    return places, (shares[:, :, None, 0] * shares[:, None, :, 1]).flatten(1)

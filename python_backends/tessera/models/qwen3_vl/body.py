@@ -8,7 +8,8 @@ from itertools import zip_longest
 import torch
 
 from tessera.attention.backend import AttentionBackend, AttentionStep
-from tessera.models.text.decoder import Qwen2, Qwen3Layer, Qwen3MoeLayer, Stream
+from tessera.models.text.decoder import Qwen2, Qwen3Layer, Stream
+from tessera.models.text.qwen3_moe import Qwen3MoeLayer
 
 
 class Deepstack(Qwen2):

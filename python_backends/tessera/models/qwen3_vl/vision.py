@@ -12,7 +12,8 @@ from torch import nn
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.kernels.tower_attention import Attend
 from tessera.kernels.tower_layers import TowerKernels
-from tessera.models.qwen2_vl.vision import GridViT, Merger
+from tessera.models.qwen2_vl.position_grid import GridViT
+from tessera.models.qwen2_vl.vision import Merger
 
 
 class Mergers(Merger):

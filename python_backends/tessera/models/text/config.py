@@ -95,7 +95,7 @@ _READ_HERE = (
     *("attention_bias", "bias", "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
 )
 _SWITCH, _DECODER = ("attention_bias", False), "tessera.models.text.decoder"
-_MOE = f"{_DECODER}:Qwen3Moe"
+_MOE = "tessera.models.text.qwen3_moe:Qwen3Moe"
 _HEAD_NORMS = BodyNames(more=(r"self_attn\.[qk]_norm\.weight",))
 _EXPERT_NAMES = BodyNames(
     more=(
@@ -114,15 +114,7 @@ _INTERNLM2 = BodyNames(
 BODIES = (
     TextSpec("Qwen2ForCausalLM", "qwen2", f"{_DECODER}:Qwen2", BodyNames(), _QWEN2, (True, False)),
     TextSpec("Qwen3ForCausalLM", "qwen3", f"{_DECODER}:Qwen3", _HEAD_NORMS, _QWEN3, _SWITCH),
-    TextSpec(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        f"{_DECODER}:Qwen3Moe",
-        _EXPERT_NAMES,
-        _QWEN3_MOE,
-        _SWITCH,
-        experts=_QWEN3_EXPERTS,
-    ),
+    TextSpec("Qwen3MoeForCausalLM", "qwen3_moe", _MOE, _EXPERT_NAMES, _QWEN3_MOE, _SWITCH, experts=_QWEN3_EXPERTS),
     TextSpec("LlamaForCausalLM", "llama", f"{_DECODER}:Qwen2", BodyNames(), _LLAMA, _SWITCH, mlp_switch=True),
     TextSpec(
         "Phi3ForCausalLM", "phi3", f"{_DECODER}:Qwen2", _JOINED, _PHI3, (False, False), ("longrope",), windowed=True

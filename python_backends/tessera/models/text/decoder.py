@@ -1,8 +1,8 @@
 """The decoder shared by Qwen2 and Llama: they differ only in biases and rotary scaling, which the config states.
 
 Phi-3's is the same, with its weights stored as fewer matrices. Behind it those with another norm or order of stored
-rows. Sources: transformers ``modeling_qwen2.py``, ``modeling_llama.py``, ``modeling_phi3.py``, ``modeling_qwen3.py``,
-``modeling_qwen3_moe.py``; InternLM2's checkpoints' own ``modeling_internlm2.py``.
+rows. Sources: transformers ``modeling_qwen2.py``, ``modeling_llama.py``, ``modeling_phi3.py``, ``modeling_qwen3.py``;
+InternLM2's checkpoints' own ``modeling_internlm2.py``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from torch import nn
 from tessera.attention.backend import AttentionBackend, AttentionStep, HeadShape
 from tessera.checkpoint.weights import Target, copy_whole
 from tessera.kernels.operands import DeferredProduct, HeadNorms
-from tessera.kernels.tuning import layer_kernels
-from tessera.linear.experts import Experts
 from tessera.linear.scheme import Linear, Place, Rows, SchemeSelector, stacked
-from tessera.linear.unquantized import Embedding, RmsNorm, Unquantized
+from tessera.linear.unquantized import Embedding, RmsNorm
 from tessera.models.text.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -211,57 +209,6 @@ class Qwen3(Qwen2):
     """Qwen3ForCausalLM."""
 
     layer_class = Qwen3Layer
-
-
-class Qwen3MoeLayer(Qwen3Layer):
-    """With experts in place of the feed-forward layer, but for some layers; ``router`` says which of them each token
-    sees, and is never quantized."""
-
-    #: whether one tensor of all experts may also be [experts, in, out]
-    either_way = False
-
-    def __init__(
-        self, config: TextConfig, index: int, schemes: SchemeSelector, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__(config, index, schemes, dtype, device)
-        assert config.experts is not None
-        self._experts = config.experts if config.experts.at(index) else None
-        if self._experts is None:
-            return
-        prefix = f"{self.prefix}mlp."
-        every = config.hidden_size, self._experts, schemes, dtype, device, self.either_way
-        self.gate_up, self.down = (Experts(f"{prefix}experts.", kind, *every) for kind in ("gate_up", "down"))
-        rows = {f"{prefix}gate": slice(0, self._experts.num_experts)}
-        self.router = Linear(config.hidden_size, rows, False, lambda modules: Unquantized(), dtype, device)
-
-    def feed_forward(
-        self, x: torch.Tensor | DeferredProduct, residual: torch.Tensor
-    ) -> tuple[torch.Tensor | DeferredProduct, torch.Tensor]:
-        if self._experts is None:
-            return super().feed_forward(x, residual)
-        assert isinstance(self.gate_up, Experts) and isinstance(self.down, Experts)
-        normal, residual = self.post_norm(x, residual)
-        assert isinstance(normal, torch.Tensor)
-        kernels = layer_kernels(normal.device.type)
-        logits = self.router(normal)
-        routing = kernels.route(logits, self._experts.num_experts_per_tok, self._experts.norm_topk_prob)
-        gated = kernels.grouped_gate_up(*self.gate_up.operands(normal), routing)
-        return kernels.grouped_down(*self.down.operands(gated, routing), routing), residual
-
-    def targets(self, stored: Collection[str]) -> dict[str, Target]:
-        routers = {} if self._experts is None else self.router.targets(stored)
-        return super().targets(stored) | routers
-
-    def places(self) -> dict[Linear, Place]:
-        """The router is left out: it is small, and runs as it is."""
-        places = super().places()
-        return places if self._experts is None else places | {self.gate_up: "experts", self.down: "experts"}
-
-
-class Qwen3Moe(Qwen2):
-    """Qwen3MoeForCausalLM."""
-
-    layer_class = Qwen3MoeLayer
 
 
 class InternLM2Layer(DecoderLayer):
