@@ -6,8 +6,6 @@ product's cost lies in them. The kernel before it may have to quantize its outpu
 product's scales.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 The stages' logic is importable, and testable with a fake, everywhere: see :func:`backend`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -9,8 +9,6 @@ answers to first cuts is audited: the full cut is asked as well, for nobody, at 
 waits.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import random

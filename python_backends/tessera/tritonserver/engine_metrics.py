@@ -1,7 +1,5 @@
 """The engine's counters on the server's metrics page, renewed four times a second."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Tensors pass through as they are: preprocess checks a request, the ensemble's config says what is answered.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -8,8 +8,6 @@ the generate endpoints have no place for it, so `timeout_us` in sampling_paramet
 One lock for all that a stage's process tells the server unasked: metrics and lines of the log.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 import traceback

@@ -1,7 +1,5 @@
 """What answers here, in one line: equal ones of deterministic servers give answers of equal bits."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor

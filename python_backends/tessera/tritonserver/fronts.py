@@ -4,8 +4,6 @@ Cancellation does not reach a step of an ensemble that has begun, so a front, wh
 lease that the request names at the language model (tritonserver/leases.py).
 """
 
-from __future__ import annotations
-
 import threading
 import uuid
 from collections.abc import Mapping

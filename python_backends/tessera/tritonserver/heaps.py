@@ -1,7 +1,5 @@
 """What the C library of a stage's process keeps of the memory that is freed. Where it is not glibc, nothing changes."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 

@@ -9,8 +9,6 @@ And whether the engine computes most of the time, which the language model's sta
 file in the folder that the stages of one server share: none asks another anything.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """The stage `preprocess`: client tensors in, pixels, plans, token ids and spans out."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A stage's settings, as its dataclass: from config.pbtxt's parameters and the environment."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

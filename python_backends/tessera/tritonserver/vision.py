@@ -1,7 +1,5 @@
 """The stage `vision_encoder`: ragged uint8 pixels of many requests in, embedding rows of each out."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A draft changes no answer: a token is chosen from its row's logits by argmax, or
 and place, so the rows behind a draft that was right so far choose what single steps would have chosen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import NamedTuple, Protocol

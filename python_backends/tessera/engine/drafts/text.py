@@ -4,8 +4,6 @@ of earlier answers what followed the answer's last tokens where they occurred be
 Earlier answers are shared by name alone: one without a name leaves nothing behind.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """How many key/value blocks fit the engine's share of the memory."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable
 

@@ -12,8 +12,6 @@ on seven prompts of 316 tokens in FP8. So clients that send few requests at once
 sampling run as usual: their sizes differ from step to step.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

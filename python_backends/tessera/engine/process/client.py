@@ -6,8 +6,6 @@ there once (by CUDA's inter-process handle: opening and closing one for every re
 When either process dies, so does the other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue

@@ -1,7 +1,5 @@
 """Rows of pictures on their way through the engine: in a slab on the device, or beside it when that is full."""
 
-from __future__ import annotations
-
 import math
 import threading
 from bisect import bisect_left, insort

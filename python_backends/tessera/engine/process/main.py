@@ -1,7 +1,5 @@
 """The engine's own process: serves one stage (`client.py`) until it says stop or is gone."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

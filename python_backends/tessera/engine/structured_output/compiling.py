@@ -6,8 +6,6 @@ A schema of a few hundred characters can keep llguidance busy for minutes or tak
 and only the end of a process cuts that short.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import resource
