@@ -13,8 +13,7 @@ from bench.parity import CHECKPOINT, Ours, pictures
 
 from tessera.engine.drafts.text import TextDraft
 from tessera.engine.engine import Engine
-from tessera.engine.process.client import EngineProcess
-from tessera.engine.process.embedding_pool import EmbeddingPool, rows_at
+from tessera.engine.process.client import EmbeddingPool, EngineProcess
 from tessera.engine.sequence import Request
 from tessera.errors import ConfigError
 from tessera.preprocess.preprocessor import PreprocessRequest
@@ -267,7 +266,7 @@ def test_rows_beyond_the_pool_travel_by_themselves():
     torch.cuda.synchronize()  # rows that arrive are complete
     pool = EmbeddingPool(torch.device("cuda"), rows.nbytes)
     first, second = pool.take(rows), pool.take(rows)
-    assert torch.equal(rows_at(pool.slab, first.place, first.shape, first.dtype), rows)
+    assert torch.equal(first.within(pool.slab), rows)
     assert second.place is None and second.data == rows.cpu().numpy().tobytes()
     assert (pool.places.used, pool.spilled_bytes, pool.arrived_on_cpu) == (rows.nbytes, rows.nbytes, 0)
     pool.give_back(first)

@@ -13,7 +13,6 @@ import torch
 
 from tessera.engine.engine import Engine
 from tessera.engine.process import messages
-from tessera.engine.process.embedding_pool import rows_at
 from tessera.engine.process.messages import Progress
 from tessera.engine.structured_output.compiling import GrammarLane
 from tessera.errors import TesseraError, end_process_if_lost
@@ -115,9 +114,9 @@ class EngineServer:
     def _opened(self, rows: messages.Rows) -> torch.Tensor:
         if rows.place is not None:
             assert self._slab is not None
-            return rows_at(self._slab, rows.place, rows.shape, rows.dtype)
+            return rows.within(self._slab)
         data = torch.frombuffer(bytearray(rows.data), dtype=torch.uint8)
-        return rows_at(data if self._slab is None else data.pin_memory(), 0, rows.shape, rows.dtype)
+        return rows.within(data if self._slab is None else data.pin_memory())
 
     def _tell(self, progress: Progress) -> None:
         if progress:

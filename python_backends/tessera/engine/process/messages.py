@@ -5,6 +5,7 @@ All of it is plain data, cheap to send.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import socket
@@ -53,6 +54,15 @@ class Rows(NamedTuple):
     data: bytes
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    def within(self, slab: torch.Tensor) -> torch.Tensor:
+        """A view of ``slab``, uint8, at their place; at its beginning where they have none."""
+        start = self.place or 0
+        return slab[start : start + self.nbytes].view(self.dtype).view(self.shape)
 
 
 class Submit(NamedTuple):
