@@ -133,7 +133,7 @@ def test_a_branch_is_read_on_its_own_tokens(ahead):
     run(engine)
     scorer = LabelScorer.encoded(choices, lambda text: ByteTokenizer().encode(text, False), (EOS,))
     while not scorer.done:
-        path, children = scorer.branch
+        path, children = scorer.branch.path, scorer.branch.children
         alone = Sequence(make_request([*prompt, *path], max_tokens=1))
         alone.block_table = array("q", range(3))
         logits = engine._runner.logits(ScheduledBatch([ScheduledSpan(alone, 0, alone.prompt_length, 1)]))[0]

@@ -113,9 +113,7 @@ class InPlace:
 
     def __init__(self, shape: LinearShape, rows: int, device: torch.device) -> None:
         self._shape, self._rows, self._device = shape, rows, device
-        self._place = shape.place
-        normal = self._normal
-
+        self._place, normal = shape.place, self._normal
         hidden = shape.outputs if shape.place in ("output", "down") else shape.inputs
         self._residual = normal(rows, hidden)
         self._x = normal(rows, 2 * shape.inputs if shape.place == "down" else shape.inputs)

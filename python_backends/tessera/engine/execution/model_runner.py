@@ -1,4 +1,4 @@
-"""Runs a scheduled batch: tensors, forward, sampling; and how many key/value blocks the engine's share of memory has."""
+"""Runs a scheduled batch: tensors, forward, sampling; and how many key/value blocks its share of the memory has."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, count
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from tessera.attention.backend import AttentionBackend, AttentionStep, KvStorage, create_backend
+from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.weights import SafetensorsFolder, SafetensorsHeaders, fill, name_in_file, split_names
 from tessera.engine.execution.batch_inputs import PackedBatch, fill_in, image_rows, pack
 from tessera.engine.execution.penalties import Histories, Penalties
@@ -30,9 +30,6 @@ from tessera.linear.tuning import tune
 from tessera.models.registry import model_class
 from tessera.models.text.decoder import Qwen2
 from tessera.settings.stages import EngineConfig
-
-if TYPE_CHECKING:
-    from tessera.checkpoint.config import CheckpointConfig
 
 _LOG = logging.getLogger(__name__)
 _CPU_CACHE_BYTES = 1 << 30

@@ -21,13 +21,6 @@ END = -1
 IMPOSSIBLE = -1e9
 
 
-class Branch(NamedTuple):
-    """A question to the model: after the prompt and ``path``, how likely is each token of ``children``?"""
-
-    path: tuple[int, ...]
-    children: tuple[int, ...]
-
-
 class LabelAnswer(NamedTuple):
     """What scoring labels came to: the best label's text and tokens, and one JSON-ready dict a label, in their order.
 
@@ -56,6 +49,17 @@ class _Way(NamedTuple):
     labels: tuple[int, ...]
 
 
+class Branch(NamedTuple):
+    """A question to the model: after the prompt and ``path``, how likely is each token of ``children``?"""
+
+    path: tuple[int, ...]
+    ways: tuple[_Way, ...]
+
+    @property
+    def children(self) -> tuple[int, ...]:
+        return tuple(token for way in self.ways for token in way.tokens)
+
+
 class LabelScorer:
     """Asks for one branch after another and adds up the answers::
 
@@ -76,13 +80,9 @@ class LabelScorer:
         self._labels = tuple(labels)
         self._token_ids = tuple(tuple(ids) for ids in token_ids)
         _check(self._labels, self._token_ids, end_tokens)
-        ends = tuple(sorted(end_tokens))
         closed = [(*ids, END) for ids in self._token_ids]
-        self._branches: list[Branch] = []
-        self._ways: list[list[_Way]] = []
-        for path, ways in _branchings(closed, sorted(range(len(closed)), key=closed.__getitem__)):
-            self._ways.append([_Way(ends if token == END else (token,), members) for token, members in ways])
-            self._branches.append(Branch(path, tuple(token for way in self._ways[-1] for token in way.tokens)))
+        by_tokens = sorted(range(len(closed)), key=closed.__getitem__)
+        self._branches = list(_branchings(closed, by_tokens, tuple(sorted(end_tokens))))
         self._observed = 0
         self._logprobs = [0.0] * len(closed)
         self._decisions = [0] * len(closed)
@@ -118,8 +118,9 @@ class LabelScorer:
 
         Raises ValueError if their number is wrong, IndexError if nothing was asked.
         """
-        of_token = dict(zip(self._branches[self._observed].children, logprobs, strict=True))
-        for way in self._ways[self._observed]:
+        branch = self._branches[self._observed]
+        of_token = dict(zip(branch.children, logprobs, strict=True))
+        for way in branch.ways:
             gained = _log_sum([of_token[token] for token in way.tokens])
             for label in way.labels:
                 self._logprobs[label] += gained
@@ -165,21 +166,22 @@ def _check(labels: Sequence[str], token_ids: Sequence[tuple[int, ...]], end_toke
         owners[ids] = label
 
 
-def _branchings(
-    rows: Sequence[tuple[int, ...]], order: Sequence[int]
-) -> Iterator[tuple[tuple[int, ...], list[tuple[int, tuple[int, ...]]]]]:
-    """Where the trie of ``rows`` branches, depth first: the path, and each way on with the rows that take it.
+def _branchings(rows: Sequence[tuple[int, ...]], order: Sequence[int], ends: tuple[int, ...]) -> Iterator[Branch]:
+    """Where the trie of ``rows`` branches, depth first; each way on has the rows that take it.
 
     ``order``: places of at least two rows, sorted by them, so that rows which agree for longest are neighbours. No
-    row begins another.
+    row begins another. ``ends``: the tokens that END stands for.
     """
     first, last = rows[order[0]], rows[order[-1]]
     depth = next(at for at, (one, other) in enumerate(zip(first, last)) if one != other)
-    ways = [(token, tuple(members)) for token, members in groupby(order, key=lambda row: rows[row][depth])]
-    yield first[:depth], ways
-    for _, members in ways:
-        if len(members) > 1:
-            yield from _branchings(rows, members)
+    ways = tuple(
+        _Way(ends if token == END else (token,), tuple(members))
+        for token, members in groupby(order, key=lambda row: rows[row][depth])
+    )
+    yield Branch(first[:depth], ways)
+    for way in ways:
+        if len(way.labels) > 1:
+            yield from _branchings(rows, way.labels, ends)
 
 
 def _log_sum(logprobs: Sequence[float]) -> float:

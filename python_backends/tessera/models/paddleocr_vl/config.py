@@ -13,7 +13,7 @@ from typing import Any, Literal
 from tessera.checkpoint.config import BodyNames, CheckpointConfig, NameTable
 from tessera.checkpoint.files import one_of, read_processor, section
 from tessera.checkpoint.weights import WB, WBS
-from tessera.models.qwen2_vl.config import RelativeConfig, read_pixel_range, read_vision
+from tessera.models.qwen2_vl.config import MODULE_NAMES, RelativeConfig, read_pixel_range, read_vision
 from tessera.models.text.config import TextSpec, assemble
 
 PROCESSORS = tuple(f"PaddleOCRVLImageProcessor{way}" for way in ("", "Fast", "Pil"))
@@ -34,13 +34,6 @@ VISION_NAMES: NameTable = (
     # Of training, or of SigLIP: published files have them, and no picture's rows follow from them.
     (rf"{_VISUAL}embeddings\.packing_position_embedding\.weight", ""),
     (rf"{_VISUAL}head\.(?:probe|(?:attention|layernorm|mlp)\.[\w.]+)", ""),
-)
-# The modules of transformers 5, whichever saver named the weights.
-MODULE_NAMES: NameTable = (
-    (r"(?:model\.)?(?:language_model\.)?lm_head", "lm_head"),
-    (r"(?:model\.)?visual\.", "model.visual."),
-    (_PROJECTOR, "model.projector."),
-    (r"(?:model\.)?(?:language_model\.)?(?:model\.)?", "model.language_model."),
 )
 _TEXT_DEFAULTS = dict(
     vocab_size=103424, hidden_size=1024, intermediate_size=3072, num_hidden_layers=18, num_attention_heads=16,
@@ -114,7 +107,7 @@ def read(folder: Path, raw: dict[str, Any]) -> CheckpointConfig:
         mrope_section=_SECTIONS,
         bodies=(BODY,),
         vision_names=VISION_NAMES,
-        module_names=MODULE_NAMES,
+        module_names=((_PROJECTOR, "model.projector."), *MODULE_NAMES),
         layout="paddleocr_vl",
         vision=vision,
         pictures=read_pixel_range(processor, _SIZE),

@@ -5,31 +5,26 @@ rows. Sources: transformers ``modeling_qwen2.py``, ``modeling_llama.py``, ``mode
 InternLM2's checkpoints' own ``modeling_internlm2.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tessera.attention.backend import AttentionBackend, AttentionStep, HeadShape
+from tessera.checkpoint.config import TextConfig
 from tessera.checkpoint.weights import Target, copy_whole
 from tessera.kernels.operands import DeferredProduct, HeadNorms
 from tessera.linear.scheme import Linear, Place, Rows, SchemeSelector, stacked
 from tessera.linear.unquantized import Embedding, RmsNorm
 from tessera.models.text.rotary import Rotary
 
-if TYPE_CHECKING:
-    from tessera.checkpoint.config import TextConfig
-
-
 _HEAD_MULTIPLE = 16
 
 #: x and residual [n, hidden] between two layers; x may be deferred; no residual yet: None
-Stream = tuple["torch.Tensor | DeferredProduct", "torch.Tensor | None"]
+Stream = tuple[torch.Tensor | DeferredProduct, torch.Tensor | None]
 
 
 class DecoderLayer(nn.Module):

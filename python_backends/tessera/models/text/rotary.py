@@ -4,16 +4,13 @@ Source of the rules: transformers ``modeling_rope_utils.py``; M-RoPE sections: `
 a sequence's length (dynamic NTK, longrope) is decided per token by its own sequence, never kept as state.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from tessera.checkpoint.config import TextConfig
+from tessera.checkpoint.config import TextConfig
 
 
 class Rotary:
