@@ -133,12 +133,13 @@ class _Selector:
 
     def _targeted(self, module: str) -> int | None:
         """The group with the most specific target: a name, a pattern, all linear layers."""
-        found = []
-        for number, (targets, _) in enumerate(self.groups):
-            for target in targets:
-                if target == "Linear" or _matches(module, target):
-                    found.append((target == "Linear", target.startswith("re:"), number))
-        return min(found)[2] if found else None
+        found = (
+            (target == "Linear", target.startswith("re:"), number)
+            for number, (targets, _) in enumerate(self.groups)
+            for target in targets
+            if target == "Linear" or _matches(module, target)
+        )
+        return min(found, default=(False, False, None))[2]
 
 
 def _matches(module: str, pattern: str) -> bool:

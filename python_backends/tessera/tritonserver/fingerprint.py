@@ -43,7 +43,7 @@ def _checkpoint(folder: Path, whole: bool) -> str:
 
 
 def _machine(settings: StageSettings, config: EngineConfig) -> Iterable[str]:
-    yield _processor() if config.device == "cpu" else _gpu()
+    yield _hardware(config.device)
     for package in _PACKAGES:
         try:
             yield f"{package} {metadata.version(package)}"
@@ -58,17 +58,13 @@ def _machine(settings: StageSettings, config: EngineConfig) -> Iterable[str]:
     yield repr(settings.policy)
 
 
-def _processor() -> str:
+def _hardware(device: str) -> str:
     import torch
 
+    if device != "cpu":
+        return f"{torch.cuda.get_device_name(0)} {torch.version.cuda}"
     named = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return f"{named[:1]} {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _gpu() -> str:
-    import torch
-
-    return f"{torch.cuda.get_device_name(0)} {torch.version.cuda}"
 
 
 def _file(file: Path, whole: bool) -> str:

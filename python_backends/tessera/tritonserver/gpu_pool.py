@@ -13,19 +13,13 @@ batch_size is 0, also where a model takes no batches), and before its execute() 
 there is no other request, and what speaks with the server unasked, the metrics and the log, waits for SPEAKING.
 """
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING
+
+import torch
 
 from tessera.tritonserver import backend
 from tessera.tritonserver.failures import SPEAKING
-
-if TYPE_CHECKING:
-    import torch
-
-    from tessera.tritonserver.responder import Responder
-
+from tessera.tritonserver.responder import Responder
 
 _LOG = logging.getLogger(__name__)
 

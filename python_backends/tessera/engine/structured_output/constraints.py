@@ -319,15 +319,10 @@ class Constraints:
 
     def _spelling(self) -> grammar.Spelling:
         encode = partial(label_token_ids, encode=partial(self._tokenizer.encode, special=False))
-        tokens = [self._spelled(token) for token in range(self._vocab_size)]
+        no_text = {*self._stop_ids, *self._tokenizer.special_ids}
+        tokens = [b"" if token in no_text else self._tokenizer.token_bytes(token) for token in range(self._vocab_size)]
         self._spaced = self._mask([token for token, spelled in enumerate(tokens) if spelled.startswith(b" ")])
         return grammar.Spelling(tokens, min(self._stop_ids), encode)
-
-    def _spelled(self, token: int) -> bytes:
-        """Nothing for tokens that are no text."""
-        if token in self._stop_ids or token in self._tokenizer.special_ids:
-            return b""
-        return self._tokenizer.token_bytes(token)
 
     def _mask(self, tokens: Collection[int]) -> np.ndarray:
         allowed = np.zeros(-(-self._vocab_size // 8) * 8, np.uint8)

@@ -57,7 +57,9 @@ class Fp8(LinearScheme):
         else:
             raise TensorError(self.scale_name, f"has shape {list(scale.shape)}, expected one scale, or one a row")
         if self.static:
-            decoded["input_scale"] = _scalar("input_scale", tensors).expand(out_features)
+            if tensors["input_scale"].numel() != 1:
+                raise TensorError("input_scale", f"has shape {list(tensors['input_scale'].shape)}, expected one value")
+            decoded["input_scale"] = tensors["input_scale"].float().reshape(1).expand(out_features)
         return decoded
 
     def create(self, layer: Linear, dtype: torch.dtype, device: torch.device) -> None:
@@ -100,9 +102,16 @@ class Fp8(LinearScheme):
         return "fp8 in blocks" if self.blocks else "fp8"
 
     def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
-        if layer.scales is None:
-            return self._apply_dequantized(layer, x)
-        return self.multiply(layer, x, self.way(layer, rows_of(x)))
+        """Of dequantized weights in the model's dtype; on the CPU in float32, with x rounded as the product in FP8 sees
+        it."""
+        if layer.scales is not None:
+            return self.multiply(layer, x, self.way(layer, rows_of(x)))
+        if layer.device.type != "cpu":
+            assert isinstance(x, torch.Tensor)
+            return F.linear(x, layer.weight, layer.bias)
+        wide = x.dequantized() if isinstance(x, Fp8Rows) else self._rounded(layer, x)
+        bias = None if layer.bias is None else layer.bias.float()
+        return F.linear(wide, layer.weight, bias).to(layer.dtype)
 
     def apply_deferred(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | DeferredProduct:
         return self.apply(layer, x) if layer.scales is None else super().apply_deferred(layer, x)
@@ -114,15 +123,6 @@ class Fp8(LinearScheme):
         if layer.scales is not None:
             return self.quantized(layer, x), Fp8Rows(layer.weight, layer.scales[:, None])
         return self._rounded(layer, x) if layer.device.type == "cpu" else x, layer.weight
-
-    def _apply_dequantized(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
-        """In the model's dtype; on the CPU in float32, with x rounded as the product in FP8 sees it."""
-        if layer.device.type != "cpu":
-            assert isinstance(x, torch.Tensor)
-            return F.linear(x, layer.weight, layer.bias)
-        wide = x.dequantized() if isinstance(x, Fp8Rows) else self._rounded(layer, x)
-        bias = None if layer.bias is None else layer.bias.float()
-        return F.linear(wide, layer.weight, bias).to(layer.dtype)
 
     def _rounded(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         """x as the product in FP8 sees it, in float32."""
@@ -148,12 +148,6 @@ def dequantize(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     if scales.dim() == 1:
         return weight.float() * scales[:, None]
     return weight.float() * scales.repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
-
-
-def _scalar(name: str, tensors: Tensors) -> torch.Tensor:
-    if tensors[name].numel() != 1:
-        raise TensorError(name, f"has shape {list(tensors[name].shape)}, expected one value")
-    return tensors[name].float().reshape(1)
 
 
 def read_blocks(settings: Settings) -> Groups:
