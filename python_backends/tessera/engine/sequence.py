@@ -10,7 +10,7 @@ import math
 import secrets
 import time
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -279,6 +279,14 @@ class Sequence:
         """Picture rows inside [start, end): their positions, and which of ``embeddings``' rows they are."""
         low, high = np.searchsorted(self.image_positions, (start, end))
         return self.image_positions[low:high], slice(int(low), int(high))
+
+
+def with_marks(ids: np.ndarray, spans: np.ndarray, marks: Iterable[int]) -> np.ndarray:
+    """A prompt's ids [n] with one of ``marks`` where the rows of each picture stood; ``spans`` as in Request."""
+    tokens, kept = np.array(ids), np.ones(len(ids), bool)
+    for (start, rows), mark in zip(np.asarray(spans).reshape(-1, 2), marks):
+        tokens[start], kept[start + 1 : start + rows] = mark, False
+    return tokens[kept]
 
 
 class Usage(NamedTuple):

@@ -7,9 +7,11 @@ Earlier answers are shared by name alone: one without a name leaves nothing behi
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import islice, takewhile
+from itertools import islice, repeat, takewhile
 
 import numpy as np
+
+from tessera.engine.sequence import with_marks
 
 LONGEST = 16  # tokens by which places are told apart
 PIECE = 256  # tokens of a text read at a call: no step waits for a long one
@@ -105,10 +107,7 @@ class TextDraft:
 
 def read_tokens(input_ids: np.ndarray, spans: np.ndarray) -> list[int]:
     """A prompt's tokens with BETWEEN where each picture stands; the arguments are as in Request."""
-    tokens, kept = np.array(input_ids), np.ones(len(input_ids), bool)
-    for start, length in np.asarray(spans).reshape(-1, 2):
-        tokens[start], kept[start + 1 : start + length] = BETWEEN, False
-    return tokens[kept][-PROMPT_TOKENS:].tolist()
+    return with_marks(input_ids, spans, repeat(BETWEEN))[-PROMPT_TOKENS:].tolist()
 
 
 class EarlierAnswers:

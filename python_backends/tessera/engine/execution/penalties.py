@@ -12,13 +12,14 @@ presence and frequency penalties. A picture is one token that equals no other.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceType
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from tessera.engine.sequence import Sequence
+from tessera.engine.sequence import Sequence, with_marks
 from tessera.kernels.operands import PenaltyLines
 from tessera.kernels.transfer import load, to_device
 from tessera.kernels.tuning import layer_kernels
@@ -185,13 +186,8 @@ def _last_right(chosen: torch.Tensor, drafted: np.ndarray, following: np.ndarray
 
 def history(sequence: Sequence) -> np.ndarray:
     """The known tokens of prompt and answer, int32; the rows of the n-th picture are one entry, -n."""
-    length = sequence.prompt_length
-    prompt = sequence.ids[:length].astype(np.int32)
-    kept = np.ones(length, bool)
-    for number, (start, rows) in enumerate(np.asarray(sequence.request.spans).reshape(-1, 2), 1):
-        prompt[start] = -number
-        kept[start + 1 : start + rows] = False
-    return np.concatenate([prompt[kept], np.array(sequence.outputs, np.int32)])
+    prompt = with_marks(sequence.ids[: sequence.prompt_length], sequence.request.spans, count(-1, -1))
+    return np.concatenate([prompt.astype(np.int32), np.array(sequence.outputs, np.int32)])
 
 
 def echoes(tokens: np.ndarray) -> list[int]:
