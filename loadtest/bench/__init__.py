@@ -3,8 +3,6 @@
 Each is a module with a ``main()`` that reads ``sys.argv``. Imports nothing but the one that is asked for.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 

@@ -12,8 +12,6 @@ docs/joules.md has what was learned, and what of decoder.py the six would take t
     decode_layer.paddle.floor_us    the six where all programs read the same weights and keys, so without memory
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable

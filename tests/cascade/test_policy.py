@@ -1,7 +1,5 @@
 """What a deployment's tile policy may be, and how a policy file is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from itertools import product
 from math import log
 from random import Random

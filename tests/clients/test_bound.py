@@ -1,7 +1,5 @@
 """A cascade's bound: its arithmetic against exact sums, and what it promises against drawn pictures."""
 
-from __future__ import annotations
-
 from math import comb, inf
 from random import Random
 

@@ -1,7 +1,5 @@
 """`tessera plan --disagree` against a stand-in whose first cut is wrong in one picture of ten, with small margins."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

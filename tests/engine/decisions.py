@@ -10,8 +10,6 @@ differs between machines. A digest covers each step's spans in their order, whic
 planned, the queue in its order, who stands outside it, and preemptions.
 """
 
-from __future__ import annotations
-
 import argparse
 import heapq
 import itertools

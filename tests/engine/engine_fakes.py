@@ -1,7 +1,5 @@
 """A tokenizer of bytes, a runner without a model that notices wrong key/value blocks, and a tiny real model."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What transformers' processors and vLLM's rule make of logits, row by row, and what answers follow from them."""
 
-from __future__ import annotations
-
 from array import array
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Requests that bring a draft or draw on earlier answers: what is drafted for them, and what their ends tell of it."""
 
-from __future__ import annotations
-
 import pytest
 from engine_fakes import EOS, draft, make_engine, make_request, run, tokens_of
 

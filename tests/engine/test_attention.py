@@ -1,7 +1,5 @@
 """Attention on the CPU is attention written out, over what the cache holds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Answers that must match a regular expression or a JSON schema: what is allowed, what comes out."""
 
-from __future__ import annotations
-
 import random
 import re
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What the scheduler decides stays as it was: 10,000 simulated steps, and another digest for any rule that changes."""
 
-from __future__ import annotations
-
 import json
 
 import decisions

@@ -1,7 +1,5 @@
 """What is proposed, against twins that look at every place of the text; no engine, no device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from random import Random
 

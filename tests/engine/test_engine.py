@@ -1,7 +1,5 @@
 """Ends, deltas and refusals, on a runner without a model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

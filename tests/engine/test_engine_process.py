@@ -1,7 +1,5 @@
 """The engine in a process of its own answers, refuses and ends as one in a plain loop; a death is noticed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """A model quantized to FP8 while it is read answers as the fake-quantized torch model, whichever its products are."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What answers may be asked to match: parameters, expressions and schemas that are accepted, and the refusals."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

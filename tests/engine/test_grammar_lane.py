@@ -1,7 +1,5 @@
 """Grammars that take long to compile or to follow hold up nobody else."""
 
-from __future__ import annotations
-
 import itertools
 import queue
 import re

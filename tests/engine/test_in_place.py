@@ -1,7 +1,5 @@
 """A linear layer between its neighbours: the kernels that the engine runs there, and the same numbers."""
 
-from __future__ import annotations
-
 from array import array
 
 import pytest

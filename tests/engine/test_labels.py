@@ -1,7 +1,5 @@
 """Label scoring against a brute-force oracle and by hand."""
 
-from __future__ import annotations
-
 import math
 import random
 from array import array

@@ -1,7 +1,5 @@
 """What the stage tells a request that its engine refuses, or whose client has left, against a stand-in for both."""
 
-from __future__ import annotations
-
 from functools import partial
 from threading import Thread
 from types import SimpleNamespace

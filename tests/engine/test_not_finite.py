@@ -1,7 +1,5 @@
 """NaN or infinite logits: their request ends with an error that names the step, nobody else notices."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

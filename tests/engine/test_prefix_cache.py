@@ -1,7 +1,5 @@
 """Reuse by content: which prefixes share blocks, and which must not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

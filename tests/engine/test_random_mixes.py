@@ -1,7 +1,5 @@
 """Requests of many kinds in one engine, by chance: each is answered as transformers' processors in a plain loop do."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tokens are gathered so that text is made once for several: none late, none lost, none twice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

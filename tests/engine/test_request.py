@@ -1,7 +1,5 @@
 """Sampling parameters and request validation."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Angles by rules of their own; the scalings of whole models are in tests/parity."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Which token is chosen."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

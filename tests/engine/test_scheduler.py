@@ -1,7 +1,5 @@
 """Order, budget, preemption and starvation; what steps cost."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

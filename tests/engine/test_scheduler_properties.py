@@ -1,7 +1,5 @@
 """Random arrivals, cancels and preemptions: exact books, one end each, and the answer that the prompt deserves."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from dataclasses import replace

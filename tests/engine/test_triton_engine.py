@@ -3,8 +3,6 @@
 Without a GPU the kernels run in triton's interpreter and a graph's replay runs its steps one by one.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise

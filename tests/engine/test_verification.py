@@ -1,7 +1,5 @@
 """Several tokens of an answer in one step: whatever is drafted, the answer is the one without drafts."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

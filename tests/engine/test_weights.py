@@ -1,7 +1,5 @@
 """Loading: every weight once, in its place, in its shape; from a folder, or at random."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rows that runs of `tessera batch` are given, and what they leave."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

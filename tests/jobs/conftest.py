@@ -1,7 +1,5 @@
 """Runs of `tessera batch` before a stand-in for a server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

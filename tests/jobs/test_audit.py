@@ -1,7 +1,5 @@
 """`tessera audit`: the rows of a batch are asked again, a stand-in in the server's place."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

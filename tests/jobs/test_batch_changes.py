@@ -1,7 +1,5 @@
 """`tessera batch` where what an answer depends on is no longer what it was: the model, pictures, the output itself."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`tessera batch` from rows to results, a stand-in in the server's place."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

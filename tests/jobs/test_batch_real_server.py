@@ -1,7 +1,5 @@
 """`tessera batch` before a real tritonserver with the default model."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What rows are made of: JSON lines, OpenAI's lines of a batch, CSV, folders, tables; and results as a table."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -4,8 +4,6 @@
 two pages, and the gateway's database (as SQL) of a batch whose last two lines have no result yet.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sqlite3

@@ -1,7 +1,5 @@
 """Pictures in every encoding that is supported, made with Pillow and OpenCV."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

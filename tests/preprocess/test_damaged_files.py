@@ -1,7 +1,5 @@
 """Damaged files against Pillow: what it refuses is not answered, and of JPEGs and WebPs what it opens is."""
 
-from __future__ import annotations
-
 import io
 import time
 import warnings

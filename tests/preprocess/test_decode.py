@@ -1,7 +1,5 @@
 """Decoding against Pillow, sizes from headers, and what bad bytes are answered with."""
 
-from __future__ import annotations
-
 import base64
 import io
 import struct

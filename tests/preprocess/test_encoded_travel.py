@@ -1,7 +1,5 @@
 """Which pictures are left to the vision stage's GPU, and how they travel there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which way up a picture is: EXIF and XMP in every form that Pillow's exif_transpose knows, against Pillow."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """Whole requests: pixels, plans, digests, prompts, limits, and errors that name the image."""
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The reference resize against Pillow's BICUBIC, and how far the fast one may be from it."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

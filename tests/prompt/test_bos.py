@@ -3,8 +3,6 @@
 The defaults are those that the tokenizer classes document.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

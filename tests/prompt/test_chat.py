@@ -1,7 +1,5 @@
 """Requests to turns: roles, parts, markers and their numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

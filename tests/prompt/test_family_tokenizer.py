@@ -1,7 +1,5 @@
 """Tokenizers made from a checkpoint's other files, against the libraries those files are from."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Prompts against transformers' rendering and tokenization, spans, and users who type special tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

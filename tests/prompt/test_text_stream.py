@@ -1,7 +1,5 @@
 """Ids to text in any portions: the portions together are the text of the whole, and that is the libraries' own."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

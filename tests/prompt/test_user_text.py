@@ -1,7 +1,5 @@
 """Chat templates that look at the text see the plain one, and still no user's text makes a special token."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The fronts against a stand-in for the ensemble."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Both ends of a cascade: what preprocess hands on, and what the language model's stage asks for, against stand-ins."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

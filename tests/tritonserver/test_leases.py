@@ -1,7 +1,5 @@
 """Leases against stand-ins for their clients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a request's own parameters, beside its inputs, mean: as in Triton's vLLM backend, and never ignored."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

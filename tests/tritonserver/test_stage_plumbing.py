@@ -1,7 +1,5 @@
 """Settings, tensors, errors, responders, the outbox and a lost GPU, against a stand-in for the Python backend."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import logging

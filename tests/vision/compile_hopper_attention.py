@@ -3,8 +3,6 @@
 Prints what it takes, and checks the machine code where the disassembler is there.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

@@ -1,7 +1,5 @@
 """Every request is answered exactly once, by rank; those of a better priority pass between two forwards."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -2,8 +2,6 @@
 
 What follows the decoding on the GPU, here on the CPU: orientation, resize and cut, against the CPU's way."""
 
-from __future__ import annotations
-
 import io
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batching: tiles of many requests share forwards, rows come back to the request they belong to."""
 
-from __future__ import annotations
-
 import weakref
 
 import numpy as np

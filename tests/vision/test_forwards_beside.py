@@ -1,7 +1,5 @@
 """A question's forward begins while one of a job is under way, where the runner can, and nothing else changes."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """Checkpoints whose vision weights are stored in FP8, as compressed-tensors writes them, packed here by other code."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -1,7 +1,5 @@
 """A tower in FP8: as served on the CPU, and behind its gate."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Graphs by number of tiles: filled up to the next, split above the largest; on the CPU, where nothing is recorded."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Rules of the tower that no transformers checkpoint shows: resized positions, folded constants, strict loading."""
 
-from __future__ import annotations
-
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import Shape, as_internvl_chat, hf_native

@@ -1,7 +1,5 @@
 """Who is taken out of the queue, and when."""
 
-from __future__ import annotations
-
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,8 +1,6 @@
 """Small forwards of Qwen2-VL's tower by static buffers: the plain forward's rows; on the CPU a replay computes. And
 what is measured, by kind of batch."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import numpy as np

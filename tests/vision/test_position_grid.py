@@ -1,7 +1,5 @@
 """Positions of a grid that is interpolated for each picture, as each family stretches it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Qwen2.5-VL's tower: against transformers in fp32, windows of every kind; their order; widths that are filled up."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

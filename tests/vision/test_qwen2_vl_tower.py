@@ -1,7 +1,5 @@
 """Qwen2-VL's tower: against transformers in fp32, pictures of any size, alone and beside others; memory; forwards."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Qwen3-VL's tower: rows from within, filled heads, graphs, memory; against transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

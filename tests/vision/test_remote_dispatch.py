@@ -1,7 +1,5 @@
 """Jobs for another server: messages, errors, deadlines, sockets, against a gRPC server in this process."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent import futures

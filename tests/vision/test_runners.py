@@ -1,7 +1,5 @@
 """The runners against each other, and the exported file against the checkpoint it came from."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A thumbnail is the picture in one tile: where its rows are known by that, a finer cut has a tile less to compute."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

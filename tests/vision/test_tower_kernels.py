@@ -1,8 +1,6 @@
 """The kernels of InternVL's tower against torch spelt out, quantized rows too, and the class token's share of the
 attention; in triton's interpreter where there is no GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_checkpoints import Shape, hf_native

@@ -1,7 +1,5 @@
 """Attention within pictures of any sizes, and the turning in front of it, against their twins in torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The stage's memory is known before it is used: shares, refusals at the start, honest estimates, one slab of rows."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections import OrderedDict

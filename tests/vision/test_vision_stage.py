@@ -1,7 +1,5 @@
 """The stage itself against a stand-in for the Python backend: what it reads, refuses and answers."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Folders with a tiny tower of Qwen2-VL or Qwen2.5-VL alone, pictures for it, and what transformers makes of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

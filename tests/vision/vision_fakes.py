@@ -1,7 +1,5 @@
 """What stands around the encoder and its scheduler in tests: a family, a runner, a decoder, jobs and their pictures."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
