@@ -25,11 +25,6 @@ GREEDY = SamplingParams(temperature=0.0)
 Blocks = list[ContentBlock]
 
 
-def pruned(steps: Sequence[str]) -> dict[str, Any]:
-    """What results were made from, if any steps were."""
-    return {"prune": list(steps)} if steps else {}
-
-
 def drafted(blocks: Blocks, text: TextLayer | None) -> Blocks:
     """Each with what the page's text has of it as its ``draft``."""
     if text is not None:
@@ -56,8 +51,8 @@ class Mineru:
         return [self.vlm]
 
     def made_from(self, served: Sequence[ServedModel]) -> dict[str, Any]:
-        """What results depend on besides the first model; earlier versions stated none of it."""
-        return ({"image_analysis": True} if self.image_analysis else {}) | pruned(self.prune)
+        """What results depend on besides the first model and what is pruned; earlier versions stated none of it."""
+        return {"image_analysis": True} if self.image_analysis else {}
 
     def use(self, threads: Executor) -> None:
         """Before anything else."""
@@ -97,7 +92,7 @@ class PaddleOcrVl:
 
     def made_from(self, served: Sequence[ServedModel]) -> dict[str, Any]:
         layout = served[1].checkpoint if self.layout else None
-        return {"engine": "paddleocr-vl", "layout": layout} | pruned(self.prune)
+        return {"engine": "paddleocr-vl", "layout": layout}
 
     def use(self, threads: Executor) -> None:
         self.vlm.system_prompt = ""  # its turns begin with the picture

@@ -94,7 +94,8 @@ class Job:
 
     async def _run(self) -> Tally:
         served = [await self._begin(vlm) for vlm in self.engine.servers]
-        self._served, self._made_from = served, self.engine.made_from(served)
+        pruned = {"prune": list(self.engine.prune)} if self.engine.prune else {}
+        self._served, self._made_from = served, self.engine.made_from(served) | pruned
         with closing(OutputFolder(self.out)) as self._output:
             return await self._read()
 
