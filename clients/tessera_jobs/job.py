@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -328,11 +328,8 @@ def estimate(job: Job) -> Estimate:
 
     Raises InvalidRequest for rows that are none, ConnectionFailed or Unavailable where servers stay away.
     """
-    if job.journal.exists():
-        with closing(Journal(job.journal)) as lines:
-            index = ResumeIndex(job.source, lines)
-    else:
-        index = ResumeIndex(job.source)
+    with closing(Journal(job.journal)) if job.journal.exists() else nullcontext() as lines:
+        index = ResumeIndex(job.source, lines)
     left = np.flatnonzero(index.places < 0)
     wanted = np.zeros(len(index.places), bool)
     if len(left):
