@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
-    except errors.TesseraClientError as error:
+    except (errors.TesseraClientError, OSError) as error:
         print(f"tessera {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return exit_code(error)
     except KeyboardInterrupt:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def exit_code(error: errors.TesseraClientError) -> int:
+def exit_code(error: Exception) -> int:
     """The exit code that stands for an error."""
     if isinstance(error, errors.InvalidRequest):
         return 2

@@ -103,14 +103,10 @@ def _batch(options: argparse.Namespace) -> int:
     say, source = _saying("batch"), _rows(options)
     how = _of(options, "url", "timeout", "concurrency", "in_order", "again", "patience", "force")
     job = Job(source, options.output, **how, notice=say)
-    try:
-        if options.dry_run:
-            return _estimate(job)
-        with progress("asking") as job.progress:
-            tally = job.run()
-    except OSError as error:
-        say(str(error))
-        return 1
+    if options.dry_run:
+        return _estimate(job)
+    with progress("asking") as job.progress:
+        tally = job.run()
     if source.passed_over:
         say(f"passed over in {source.path}: {', '.join(source.passed_over)}")
     page = supervised(options.url) if tally.cascades else None
@@ -127,12 +123,8 @@ def _audit(options: argparse.Namespace) -> int:
     from tessera_jobs.audit import audit
 
     say, how = _saying("audit"), _of(options, "url", "timeout", "concurrency", "patience", "force")
-    try:
-        with progress("asking again") as advance:
-            found = audit(_rows(options), options.answers, **how, notice=say, progress=advance)
-    except OSError as error:
-        say(str(error))
-        return 1
+    with progress("asking again") as advance:
+        found = audit(_rows(options), options.answers, **how, notice=say, progress=advance)
     for name, where in found.differences:
         print(f"{name}: {where}")
     if found.fingerprint.endswith(".fast"):
