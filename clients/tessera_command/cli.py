@@ -9,8 +9,8 @@ import json
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -170,17 +170,15 @@ def _policy(text: str) -> str:
 
 
 def _recall(options: argparse.Namespace) -> int:
-    with Client(options.url, timeout=options.timeout) as client, _cache(options.cache) as cache:
-        items = _items(client, options, Path(cache))
-        with progress("asking") as advance:
-            outcomes, seconds = recall.run(
-                client,
-                items,
-                concurrency=options.concurrency,
-                progress=lambda done: advance(done, len(items)),
-                max_tokens=options.max_tokens or 96,
-                max_tiles=options.max_tiles,
-            )
+    with _asking(options) as (client, items), progress("asking") as advance:
+        outcomes, seconds = recall.run(
+            client,
+            items,
+            concurrency=options.concurrency,
+            progress=lambda done: advance(done, len(items)),
+            max_tokens=options.max_tokens or 96,
+            max_tiles=options.max_tiles,
+        )
     result = recall.figures(outcomes, seconds)
     result |= {"concurrency": options.concurrency, "max_tiles": options.max_tiles, "url": options.url}
     supervised = terminal.supervised(options.url)
@@ -229,8 +227,8 @@ def _plan_cascade(options: argparse.Namespace) -> int:
     if asked.get("max_tokens", 0) > MOST_TOKENS and (first is None or options.each_question):
         words = f"answers of more than {MOST_TOKENS} tokens have no margin, by which some would go on to the full cut"
         raise errors.InvalidRequest(words, "name the cut that all are to get by --first, without --each-question")
-    with Client(options.url, timeout=options.timeout) as client, _cache(options.cache) as cache:
-        items = cascade.one_a_picture(_items(client, options, Path(cache), answers=False), options.limit)
+    with _asking(options, answers=False) as (client, found):
+        items = cascade.one_a_picture(found, options.limit)
         cascade.check_enough(len(items), disagree, confidence)
         about = {"asked": asked, "model": asdict(client.served()), "tritonserver": client.status().version}
         with progress("asking") as advance:
@@ -246,35 +244,30 @@ def _measured(options: argparse.Namespace) -> list[plan.Measurement]:
     run = secrets.token_hex(8)
     settings = {"concurrency": options.concurrency, "max_tokens": options.max_tokens or 96}
     measured = []
-    with Client(options.url, timeout=options.timeout) as client, _cache(options.cache) as cache:
-        items = _items(client, options, Path(cache))
+    with _asking(options) as (client, items):
         for policy in options.policy or plan.DEFAULT_POLICIES:
             with progress(policy) as advance:
                 measured.append(plan.measure(client, items, policy, run, progress=advance, **settings))
     return measured
 
 
-def _items(client: Client, options: argparse.Namespace, cache: Path, answers: bool = True) -> list[Item]:
-    """The questions of the user's folder, or of the held-out set; raises where the server is not ready for them.
-    Without ``answers`` those may be missing, and --limit is the caller's."""
+@contextmanager
+def _asking(options: argparse.Namespace, answers: bool = True) -> Iterator[tuple[Client, list[Item]]]:
+    """A client, and the questions of the user's folder, or of the held-out set, whose pictures are kept in --cache, or
+    for this run alone; raises where the server is not ready for them. Without ``answers`` those may be missing, and
+    --limit is the caller's."""
     limit = options.limit if answers else None
-    items = folder_items(options.folder, limit, answers=answers) if options.folder else None
-    _check_ready(client)
-    if items is not None:
-        return items
-    with progress("rendering") as advance:
-        return heldout_items(options.limit, cache, root=options.repository, progress=advance)
-
-
-def _check_ready(client: Client) -> None:
-    if not client.ready():
-        client.status()  # says why, if it can
-        raise errors.Unavailable(f"the server at {client.url} is not ready", "see `tessera status`")
-
-
-def _cache(folder: Path | None) -> AbstractContextManager[Path | str]:
-    """Where rendered pictures are kept: in the user's folder, or for this run alone."""
-    return nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="tessera-recall-")
+    with ExitStack() as stack:
+        client = stack.enter_context(Client(options.url, timeout=options.timeout))
+        items = folder_items(options.folder, limit, answers=answers) if options.folder else None
+        if not client.ready():
+            client.status()  # says why, if it can
+            raise errors.Unavailable(f"the server at {client.url} is not ready", "see `tessera status`")
+        if items is None:
+            kept = options.cache or stack.enter_context(tempfile.TemporaryDirectory(prefix="tessera-recall-"))
+            with progress("rendering") as advance:
+                items = heldout_items(options.limit, Path(kept), root=options.repository, progress=advance)
+        yield client, items
 
 
 def _status(options: argparse.Namespace) -> int:
