@@ -111,9 +111,11 @@ class Watch:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._escalated = Rise("answers escalated", plan.escalated)
-        self._below = Rise(f"margins below {plan.low:.3g}", plan.below)
-        self._above = Rise(f"margins above {plan.high:.3g}", plan.above)
+        self._asked = (
+            Rise("answers escalated", plan.escalated),
+            Rise(f"margins below {plan.low:.3g}", plan.below),
+            Rise(f"margins above {plan.high:.3g}", plan.above),
+        )
         self._disagreed = Rise("audited answers that differ from the full cut's", plan.disagreed)
         self.requests = self.escalated = self.audits = self.disagreements = 0
         self.alarm = ""
@@ -123,14 +125,11 @@ class Watch:
         did). Returns what the alarm is, if this request raises it."""
         self.requests += 1
         self.escalated += escalated
-        evidence = (
-            self._escalated.saw(escalated)
-            + self._below.saw(margin < self._plan.low)
-            + self._above.saw(margin > self._plan.high)
-        )
-        if self.alarm or evidence < 3 * AVERAGE_RUN:
+        events = escalated, margin < self._plan.low, margin > self._plan.high
+        evidence = sum(rise.saw(event) for rise, event in zip(self._asked, events))
+        if self.alarm or evidence < len(self._asked) * AVERAGE_RUN:
             return None
-        return self._raise(max(self._escalated, self._below, self._above, key=lambda rise: rise.evidence))
+        return self._raise(max(self._asked, key=lambda rise: rise.evidence))
 
     def audited(self, disagreed: bool) -> str | None:
         """An answer that was not escalated, and whether the full cut's differs. Returns as :meth:`request`."""
