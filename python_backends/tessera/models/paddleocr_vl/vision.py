@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tessera.checkpoint.config import CheckpointConfig
-from tessera.checkpoint.weights import Target, copy_whole
+from tessera.checkpoint.weights import Target
 from tessera.kernels.tower_layers import PLAIN, TowerKernels
 from tessera.models.qwen2_vl.position_grid import GridViT
 from tessera.models.qwen2_vl.vision import Attention, Merger
@@ -38,7 +38,7 @@ class PaddleOcrViT(GridViT):
 
     def __init__(self, config: CheckpointConfig) -> None:
         super().__init__(config)
-        vision = config.vision
+        vision, self.frames = config.vision, ()  # its kernels have two dimensions
         for module in self.layers.modules():
             if isinstance(module, nn.LayerNorm):
                 module.eps = vision.layer_norm_eps
@@ -53,7 +53,7 @@ class PaddleOcrViT(GridViT):
 
     def targets(self, stored: Set[str]) -> dict[str, Target]:
         """q, k and v are stored apart."""
-        targets = super().targets(stored) | {"patch_embedding.weight": self._fill_kernel}
+        targets = super().targets(stored)
         for index, layer in enumerate(self.layers):
             attention: Attention = cast(TowerLayer, layer).attention
             for leaf, whole in attention.qkv.named_parameters():
@@ -61,8 +61,3 @@ class PaddleOcrViT(GridViT):
                 for part, rows in zip("qkv", whole.chunk(3)):
                     targets[f"layers.{index}.attention.{part}_proj.{leaf}"] = partial(attention.fill, rows, 0)
         return targets
-
-    def _fill_kernel(self, stored: torch.Tensor) -> None:
-        kernel = torch.empty(self.patch_embedding.out_features, 3, *self.unit_shape[2:4])
-        copy_whole(kernel, stored)
-        self.patch_embedding.weight.copy_(kernel.permute(0, 2, 3, 1).flatten(1))

@@ -96,7 +96,8 @@ class Qwen2ViT(PatchTower):
     def __init__(self, config: CheckpointConfig) -> None:
         super().__init__(config)
         vision, size = config.vision, config.vision.embed_dim
-        self.statistics, self.frames = (vision.pixel_mean, vision.pixel_std), vision.temporal_patch_size
+        self.statistics = vision.pixel_mean, vision.pixel_std
+        self.frames: tuple[int, ...] = (vision.temporal_patch_size,)  # the dimension of kernels that counts them
         self.theta = vision.rope_theta
         self.patch_embedding = nn.Linear(3 * vision.patch_size**2, size)
         nn.init.zeros_(self.patch_embedding.bias)  # which normalisation has in any case
@@ -249,9 +250,10 @@ class Qwen2ViT(PatchTower):
         return targets
 
     def _sum_frames(self, stored: torch.Tensor) -> None:
-        kernel = torch.empty(self.patch_embedding.out_features, 3, self.frames, *self.unit_shape[2:4])
+        kernel = torch.empty(self.patch_embedding.out_features, 3, *self.frames, *self.unit_shape[2:4])
         copy_whole(kernel, stored)
-        self.patch_embedding.weight.copy_(kernel.sum(2).permute(0, 2, 3, 1).flatten(1))
+        still = kernel.sum(2) if self.frames else kernel
+        self.patch_embedding.weight.copy_(still.permute(0, 2, 3, 1).flatten(1))
 
     def finish_loading(self) -> None:
         mean, std = self.statistics
