@@ -4,19 +4,15 @@ The rules are those of transformers ``modeling_paddleocr_vl.py``, which takes pa
 groups, as Qwen2-VL's. Beside the rotary of two axes each patch has a position of a grid.
 """
 
-from collections.abc import Set
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from tessera.checkpoint.config import CheckpointConfig
-from tessera.checkpoint.weights import Target
 from tessera.kernels.tower_layers import PLAIN, TowerKernels
 from tessera.models.qwen2_vl.position_grid import GridViT
-from tessera.models.qwen2_vl.vision import Attention, Merger
-from tessera.models.tower import TowerLayer
+from tessera.models.qwen2_vl.vision import Merger
 
 
 class Projector(Merger):
@@ -34,7 +30,7 @@ class Projector(Merger):
 class PaddleOcrViT(GridViT):
     """As GridViT."""
 
-    patch_bias = True
+    patch_bias = qkv_apart = True
 
     def __init__(self, config: CheckpointConfig) -> None:
         super().__init__(config)
@@ -50,14 +46,3 @@ class PaddleOcrViT(GridViT):
         """The grid's cells cover the picture. So do the authors' code, by which the weights were trained, vLLM and
         transformers 5.3; transformers 5.14 and 5.17 lay the corner cells' centres on those of the corner patches."""
         return (places + 0.5) * side / size - 0.5
-
-    def targets(self, stored: Set[str]) -> dict[str, Target]:
-        """q, k and v are stored apart."""
-        targets = super().targets(stored)
-        for index, layer in enumerate(self.layers):
-            attention: Attention = cast(TowerLayer, layer).attention
-            for leaf, whole in attention.qkv.named_parameters():
-                del targets[f"layers.{index}.attention.qkv.{leaf}"]
-                for part, rows in zip("qkv", whole.chunk(3)):
-                    targets[f"layers.{index}.attention.{part}_proj.{leaf}"] = partial(attention.fill, rows, 0)
-        return targets

@@ -55,12 +55,16 @@ class Attention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
         return self.output(attend(*kernels.layers.apply_rotary(qkv, turns)))
 
-    def targets(self, prefix: str) -> dict[str, Target]:
-        """What fills it, by names that begin with ``prefix``; the output's bias is as it is stored."""
-        sides = ("qkv.weight", 0), ("qkv.bias", 0), ("output.weight", 1)
-        return {prefix + name: partial(self.fill, self.get_parameter(name), side) for name, side in sides}
+    def targets(self, prefix: str, apart: bool) -> dict[str, Target]:
+        """What fills it, by names that begin with ``prefix``; ``apart``: q, k and v are stored so, not as one. The
+        output's bias is as it is stored."""
+        targets: dict[str, Target] = {f"{prefix}output.weight": partial(self._fill, self.output.weight, 1)}
+        for leaf, whole in self.qkv.named_parameters():
+            parts = dict(zip(("q_proj", "k_proj", "v_proj"), whole.chunk(3))) if apart else {"qkv": whole}
+            targets |= {f"{prefix}{name}.{leaf}": partial(self._fill, rows, 0) for name, rows in parts.items()}
+        return targets
 
-    def fill(self, weight: torch.Tensor, side: int, stored: torch.Tensor) -> None:
+    def _fill(self, weight: torch.Tensor, side: int, stored: torch.Tensor) -> None:
         """``side``: the dimension along which the heads lie."""
         parts = weight.zero_().unflatten(side, (-1, self.head_size // 2)).narrow(side + 1, 0, self.stored_size // 2)
         whole = torch.empty_like(parts.flatten(side, side + 1))
@@ -88,8 +92,8 @@ class Qwen2ViT(PatchTower):
     """Patch embedding, layers, projector. A relative may have other layers (``norm``, ``mlp``), or more reaches: of
     them each layer has one (``reach_of_layers``)."""
 
-    #: whether files have a bias of the patch embedding
-    patch_bias = False
+    #: whether files have a bias of the patch embedding, and q, k and v apart
+    patch_bias = qkv_apart = False
     #: whether the products in 16 bits apply the activation behind them, which is a GELU
     epilogue = False
 
@@ -241,12 +245,12 @@ class Qwen2ViT(PatchTower):
         return linears
 
     def targets(self, stored: Set[str]) -> dict[str, Target]:
-        targets = super().targets(stored)
+        targets = {name: target for name, target in super().targets(stored).items() if ".attention.qkv." not in name}
         if not self.patch_bias:
             del targets["patch_embedding.bias"]
         targets["patch_embedding.weight"] = self._sum_frames
         for index, layer in enumerate(self.layers):
-            targets |= cast(TowerLayer, layer).attention.targets(f"layers.{index}.attention.")
+            targets |= cast(TowerLayer, layer).attention.targets(f"layers.{index}.attention.", self.qkv_apart)
         return targets
 
     def _sum_frames(self, stored: torch.Tensor) -> None:
