@@ -12,14 +12,11 @@ from typing import NamedTuple, Protocol
 class Drafter(Protocol):
     """Proposes how one answer may go on."""
 
-    @property
-    def prior(self) -> float:
-        """The share of its tokens that is likely to be right, as long as nothing is known."""
-        ...
+    #: the share of its tokens that is likely to be right, as long as nothing is known
+    prior: float
 
     def propose(self, outputs: Sequence[int], most: int) -> Sequence[int]:
         """At most ``most`` tokens, maybe none, for an answer so far that only ever grows."""
-        ...
 
 
 class Proposal(NamedTuple):

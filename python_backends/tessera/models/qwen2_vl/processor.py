@@ -86,11 +86,10 @@ class Qwen2VL(ModelFamily):
             if name == "prune":
                 if value not in PRUNE:
                     raise InvalidRequest(f"tile policy: prune must be one of {PRUNE}, not {value!r:.50}")
-                continue
-            if name not in BOUNDS:
+            elif name not in BOUNDS:
                 known = ", ".join((*BOUNDS, "prune"))
                 raise InvalidRequest(f"tile policy: unknown key {name!r:.50}; this model's are {known}")
-            if type(value) is not int or not 1 <= value <= MOST_PIXELS:
+            elif type(value) is not int or not 1 <= value <= MOST_PIXELS:
                 raise InvalidRequest(f"{name} must be a whole number from 1 to {MOST_PIXELS}, not {value!r:.50}")
         limits = replace(default or self._checkpoint_range, **stated)
         if limits.min_pixels > limits.max_pixels:
