@@ -110,20 +110,16 @@ class FullCuts:
 
     def counts(self) -> dict[str, int]:
         """For the metrics."""
-        watch = self._watching.watch if self._watching else None
-        return self._counts | {
-            "cascade_audits": watch.audits if watch else 0,
-            "cascade_disagreements": watch.disagreements if watch else 0,
-            "cascade_alarm": bool(self.alarm),
-        }
+        return self._counts | self._audits() | {"cascade_alarm": bool(self.alarm)}
 
     def watched(self) -> str:
         """What is told in answer to a ping: JSON of the alarm and the audits; empty where nothing is watched."""
-        if self._watching is None:
-            return ""
-        watch = self._watching.watch
-        audits = {"cascade_audits": watch.audits, "cascade_disagreements": watch.disagreements}
-        return json.dumps({"alarm": watch.alarm} | audits)
+        return json.dumps({"alarm": self.alarm} | self._audits()) if self._watching else ""
+
+    def _audits(self) -> dict[str, int]:
+        watch = self._watching.watch if self._watching else None
+        audits, disagreements = (watch.audits, watch.disagreements) if watch else (0, 0)
+        return {"cascade_audits": audits, "cascade_disagreements": disagreements}
 
     def ask(self, cut: FullCut, deliver: Callable[[Any], None], fail: Callable[[Exception], Any]) -> None:
         """``deliver`` gets each response (a ModelInferResponse), then None or an error, on the outbox's threads;
