@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from tessera.engine.engine import Engine
 from tessera.engine.process import messages
-from tessera.engine.process.client import EngineProcess, Places
+from tessera.engine.process.client import EngineProcess
+from tessera.engine.process.embedding_pool import Places
 from tessera.engine.process.main import EngineServer
 from tessera.engine.sequence import Request
 from tessera.errors import CheckpointError, InvalidRequest, Unavailable

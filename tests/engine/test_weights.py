@@ -9,7 +9,7 @@ from engine_fakes import TextEngine, ends, make_request, run, tiny_config, token
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tessera.checkpoint.weights import fill
-from tessera.engine.execution.model_runner import engine_share
+from tessera.engine.execution.memory_budget import engine_share
 from tessera.errors import CheckpointError, ConfigError
 from tessera.linear.quantization import scheme_selector
 from tessera.models.registry import model_class

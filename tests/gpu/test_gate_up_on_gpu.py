@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tessera.engine.execution import model_runner
+from tessera.engine.execution import memory_budget
 from tessera.kernels.tuning import MeasuredChoices, graph_milliseconds, layer_kernels
 from tessera.linear.scheme import Linear, LinearShape
 from tessera.linear.tuning import choose
@@ -62,4 +62,4 @@ def test_measuring_it_takes_less_than_the_memory_kept_back(tmp_path):
     choose(layers, shape, choices, "here")
     taken = torch.cuda.max_memory_reserved() - before
     print(f"{taken / 2**30:.2f} GiB; {layers[0].scheme.ways}: {choices._known}")
-    assert taken < model_runner._RESERVE_BYTES
+    assert taken < memory_budget._RESERVE_BYTES
