@@ -1,10 +1,11 @@
 """Whether answers keep their bits: asked alone, and again among 256 in flight (`make bench NAME=bits`).
 
 Prompts of 20 to 8,000 tokens, as far as the model's context goes, of which every other begins as others do, three of
-ten with pictures; three of ten answers of 256 tokens or more; greedy, and every fourth sampled with a seed; all with
-the log probabilities of the five likeliest. The second time with priorities and drafts, in a pool of three contexts,
-beside requests that are left after their first token, through a killed language model. Counted are the answers of which
-any token or any bit of a log probability is another; with `deterministic` and without.
+ten with pictures, some of them cascades of two cuts; three of ten answers of 256 tokens or more; greedy, and every
+fourth sampled with a seed; all with the log probabilities of the five likeliest. The second time with priorities and
+drafts, in a pool of three contexts, beside requests that are left after their first token, through a killed language
+model. Counted are the answers of which any token or any bit of a log probability is another; with `deterministic` and
+without.
 
     python loadtest/bench bits --gpus 0 --weights random --checkpoint loadtest/shapes/internvl3-8b-shape --card h200
     ... --costs W1 W2 W4a W4b        instead: what the mode costs of these workloads' rates, two servers in turns
@@ -47,6 +48,7 @@ CONTEXTS = 3  # in the pool
 WORDS = ("the", "room", "has", "a", "window", "and", "two", "doors", "near", "old", "red", "wires", "on", "white")
 BEGINNINGS = 8  # that prompts share
 SIDES = (224, 336, 448)
+MARGINS = (0.1, 1.0, 10.0)  # of cascades
 LEFT_PART = 8  # requests, beside which one more is left
 PATIENCE_S = 900.0
 SHOWN = 10
@@ -80,6 +82,11 @@ def _case(number: int, words_a_token: float, longest: int, few: dict[str, Any]) 
     options: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 5} | few
     if number % 4 == 3:
         options |= {"temperature": 0.8, "top_p": 0.95, "seed": number}
+    elif few and number % 10 == 0 and tokens <= 16:
+        options["tile_policy"] = {
+            "cascade": {"margin": MARGINS[number // 10 % 3], "first": {"max_tiles": 1}, "full": few}
+        }
+        del options["max_tiles"]
     beside = {"priority": dice.randint(-2, 2)} | ({"draft_pool": "all"} if dice.random() < 0.5 else {})
     return Case(pictures, question, options, beside)
 
@@ -167,6 +174,8 @@ def run(asked: Setup, requests: Sequence[Case], kill: bool) -> dict[str, Any]:
         "long_answers": sum(each.options["max_tokens"] >= 256 for each in requests),
         "with_pictures": sum(bool(each.pictures) for each in requests),
         "sampled": sum(each.options["temperature"] > 0 for each in requests),
+        "escalated": sum(each.cascade.escalated for each in alone if each.cascade),
+        "cascades": sum(each.cascade is not None for each in alone),
         "restarts": restarts,
         "fingerprints": sorted({answer.fingerprint for answer in (*alone, *beside)}),
         "seconds": [round(between - began), round(ended - between)],
