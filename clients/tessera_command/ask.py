@@ -1,5 +1,4 @@
-"""The commands to begin with: ``tessera ask``, one question with or without pictures, and ``tessera sample``, pictures
-to try the others on without any of one's own."""
+"""The command ``tessera ask``: one question, with or without pictures."""
 
 import argparse
 import json
@@ -8,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from tessera_client.client import Client
@@ -21,9 +19,9 @@ PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", "
 """How a word ends that is no question, whether or not there is such a file."""
 
 
-def add_ask(commands: Any) -> None:
+def add(commands: Any) -> None:
     """Adds the command to the others."""
-    add = command(commands, "ask", _ask, "ask one question about pictures")
+    add = command(commands, "ask", run, "ask one question about pictures")
     add("picture", nargs="*", help="JPEG, PNG or WebP files; none for a question without a picture")
     add("question")
     add("--stream", action="store_true", help="print the answer as it is written")
@@ -34,7 +32,7 @@ def add_ask(commands: Any) -> None:
     add("--json", action="store_true", help="print the whole answer with usage and timings as JSON")
 
 
-def _ask(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     _check(options.picture, options.question)
     sampling = {name: getattr(options, name) for name in ("max_tokens", "max_tiles", "temperature", "seed", "choices")}
     question = (options.picture, options.question)
@@ -71,47 +69,3 @@ def _table(choices: Sequence[LabelScore]) -> str:
     return "\n".join(
         [head, *(f"{score.label:{width}}  {score.probability:11.4f}  {score.normalized:10.4f}" for score in choices)]
     )
-
-
-SAMPLES = Path(__file__).parent / "samples"
-NEXT = {
-    "rooms": (
-        "12 pictures, with questions and answers in labels.csv",
-        (
-            'tessera ask {folder}/room-01.jpg "Is there damp in this picture?"',
-            "tessera plan {folder}",
-            'tessera batch {folder} --prompt "Is there a crack?" -o out.jsonl',
-        ),
-    ),
-    "documents": ("a page of a document", ("tessera parse {folder} -o out/",)),
-}
-"""Of each model that comes with the source: what there is for it, and what to do with that."""
-
-
-def add_sample(commands: Any) -> None:
-    """Adds the command to the others. It asks no server."""
-    text = "write pictures with questions to try the other commands on"
-    parser = commands.add_parser("sample", help=text, description=text[0].upper() + text[1:] + ".")
-    parser.set_defaults(run=_sample)
-    parser.add_argument("folder", type=Path, help="is made where it does not exist; no file of yours is overwritten")
-    which = "for which model of `tessera serve --default`: pictures of rooms, or a page to parse (%(default)s)"
-    parser.add_argument("--default", choices=NEXT, default="rooms", help=which)
-
-
-def _sample(options: argparse.Namespace) -> int:
-    folder, samples = options.folder, sorted((SAMPLES / options.default).iterdir())
-    contents = {folder / sample.name: sample.read_bytes() for sample in samples}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, content in contents.items():
-            if file.exists() and file.read_bytes() != content:
-                raise InvalidRequest(f"{file} is there already, and is another file", "give another folder")
-        for file, content in contents.items():
-            file.write_bytes(content)
-    except OSError as error:
-        raise InvalidRequest(f"cannot write to {folder}: {error.strerror}", "give another folder") from error
-    what, then = NEXT[options.default]
-    print(
-        f"{folder}: {what}. For instance:", *(line.format(folder=shlex.quote(str(folder))) for line in then), sep="\n  "
-    )
-    return 0

@@ -17,7 +17,7 @@ from typing import Any
 
 from tessera_client.client import Client
 from tessera_client.messages import ServerStatus
-from tessera_command import ask, jobs, terminal
+from tessera_command import ask, jobs, sample, terminal
 from tessera_command.terminal import command, console, labels, positive, progress, sampling
 from tessera_evaluation import cascade, plan, recall
 from tessera_evaluation.datasets import Item, folder_items, heldout_items
@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (text, _) in ELSEWHERE.items():
         commands.add_parser(name, help=text, add_help=False)
-    ask.add_ask(commands)
+    ask.add(commands)
     jobs.add_batch(commands)
     jobs.add_audit(commands)
     jobs.add_parse(commands)
@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true")
     port = "the health port of `tessera serve` (default: TESSERA_HEALTH_URL, else port 8003 of the same host)"
     add("--health-url", help=port)
-    ask.add_sample(commands)
+    sample.add(commands)
     commands.metavar = f"{{{','.join(commands.choices)}}}"
     return parser
 

@@ -46,7 +46,7 @@ from tessera.models.tower import unfilled_tower
 from tessera.preprocess.preprocessor import Prepared, Preprocessor, PreprocessRequest
 from tessera.prompt.sampling import SamplingParameters
 from tessera.settings.stages import EngineConfig, VisionSettings
-from tessera.vision.encoder import make_runner
+from tessera.vision.runner import make_runner
 
 KINDS = {"bf16": "checkpoint", "fp8": "fp8"}
 STEPS = 12

@@ -39,7 +39,7 @@ from tessera.engine.engine import Engine
 from tessera.models.registry import read_config
 from tessera.preprocess.preprocessor import Preprocessor
 from tessera.settings.stages import EngineConfig, VisionSettings
-from tessera.vision.encoder import make_runner
+from tessera.vision.runner import make_runner
 
 SHAPE = figures.ROOT / "loadtest" / "shapes" / "internvl3-8b-shape"
 PICTURE = figures.ROOT / "docs" / "graphs_timeline.svg"

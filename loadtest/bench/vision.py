@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from tessera.models.registry import read_config
 from tessera.settings.stages import VisionSettings
-from tessera.vision.encoder import Runner, make_runner
+from tessera.vision.runner import Runner, make_runner
 
 SHAPES = figures.ROOT / "loadtest" / "shapes"
 KINDS = {"bf16": "checkpoint", "fp8": "fp8"}

@@ -16,9 +16,9 @@ from gateway_doubles import ASKED, FROM_ABOVE, NOBODY, TRACE, collecting, free_p
 from server.toy_servers import wait_until
 
 from tessera.errors import ConfigError
+from tessera.launcher.gateway import Gateway
 from tessera.launcher.guard import descendants
 from tessera.launcher.process import command_line
-from tessera.launcher.supervisor import Gateway
 from tessera_gateway.cli import gateway_main, server_config
 from tessera_gateway.settings import Settings
 
@@ -139,5 +139,5 @@ def test_what_cannot_work_is_said_before_anything_starts(
         assert gateway_main(["--port", str(port)]) == 1
         assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
     refused("the gateway: .*No such file or directory: .*/keys", f"--keys={tmp_path}/keys")
-    monkeypatch.setattr("tessera.launcher.supervisor.NEEDS", ("tessera_gateway", "no_such_package"))
+    monkeypatch.setattr("tessera.launcher.gateway.NEEDS", ("tessera_gateway", "no_such_package"))
     refused("needs no_such_package, not installed here; --openai-port 0")

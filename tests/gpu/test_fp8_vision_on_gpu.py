@@ -12,8 +12,8 @@ from tessera.kernels.tower_layers import ATTENTIONS, gpu_kernels
 from tessera.models.registry import read_config
 from tessera.models.tower import unfilled_tower
 from tessera.settings.stages import VisionSettings
-from tessera.vision.encoder import load_runner, weight_bytes
 from tessera.vision.fp8_tower import gate_tiles, serving_tower
+from tessera.vision.runner import load_runner, weight_bytes
 from tessera.vision.torch_runner import GraphRunner
 
 pytestmark = pytest.mark.skipif(

@@ -19,7 +19,7 @@ from tessera.kernels.tower_attention import (
 )
 from tessera.kernels.tower_layers import varlen_backends
 from tessera.settings.stages import VisionSettings
-from tessera.vision.encoder import make_runner
+from tessera.vision.runner import make_runner
 from tessera.vision.torch_runner import TorchRunner
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,9 +12,10 @@ import torch
 from bench.parity import CHECKPOINT
 
 from tessera.settings.stages import VisionSettings
-from tessera.vision.encoder import VisionEncoder, weight_bytes
+from tessera.vision.encoder import VisionEncoder
 from tessera.vision.memory import DeviceStreams, EmbeddingCache
 from tessera.vision.pictures import VisionItem, joined
+from tessera.vision.runner import weight_bytes
 from tessera.vision.scheduler import VisionScheduler
 
 SIDE = 448

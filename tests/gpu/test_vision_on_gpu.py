@@ -11,7 +11,7 @@ from tessera.errors import ConfigError
 from tessera.kernels.graphs import GraphPool
 from tessera.models.registry import read_config
 from tessera.settings.stages import VisionSettings
-from tessera.vision.encoder import load_runner
+from tessera.vision.runner import load_runner
 from tessera.vision.torch_runner import GraphRunner, TorchRunner, bucket_sizes
 
 LARGEST = 16

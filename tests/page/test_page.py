@@ -12,7 +12,7 @@ from browser import Browser
 from stand_in import SHARES, TIMINGS, WORDS, Client, StandIn, refusal
 
 from tessera_client import PicturePlan, PictureView
-from tessera_command.ask import SAMPLES
+from tessera_command.sample import SAMPLES
 
 ANSWER = "".join(WORDS)
 

@@ -18,9 +18,9 @@ from tessera.models.registry import read_config
 from tessera.models.tower import load_tower
 from tessera.settings.stages import VisionSettings
 from tessera.vision import fp8_tower
-from tessera.vision.encoder import load_runner
 from tessera.vision.fp8_tower import linears_in_fp8, serving_tower
 from tessera.vision.onnx_runner import OnnxRunner
+from tessera.vision.runner import load_runner
 from tessera.vision.torch_runner import TorchRunner
 
 SMALL = dict(image_size=56, patch_size=14)

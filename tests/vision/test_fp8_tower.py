@@ -14,8 +14,8 @@ from tessera.models.registry import read_config
 from tessera.models.tower import Tower
 from tessera.settings.stages import VisionSettings
 from tessera.vision import fp8_tower
-from tessera.vision.encoder import load_runner
 from tessera.vision.fp8_tower import check_rows, gate_tiles, serving_tower
+from tessera.vision.runner import load_runner
 from tessera.vision.torch_runner import TorchRunner
 
 DEFAULT = Path(__file__).resolve().parents[2] / "build" / "default_model" / "checkpoint"

@@ -20,8 +20,8 @@ from tessera.models.tower import load_tower, onnx_writer
 from tessera.settings.stages import VisionSettings
 from tessera.settings.user_cache import remove_unused, write_whole
 from tessera.vision import onnx_runner
-from tessera.vision.encoder import make_runner
 from tessera.vision.onnx_runner import OnnxRunner, graph_path
+from tessera.vision.runner import make_runner
 from tessera.vision.torch_runner import TorchRunner
 
 SMALL = dict(image_size=56, patch_size=14)

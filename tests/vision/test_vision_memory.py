@@ -12,8 +12,9 @@ from tiny_checkpoints import Shape, hf_native
 from tessera.errors import ConfigError
 from tessera.models.registry import read_config
 from tessera.settings.stages import VisionSettings
-from tessera.vision.encoder import VisionEncoder, weight_bytes
+from tessera.vision.encoder import VisionEncoder
 from tessera.vision.memory import EmbeddingCache, RowBudget
+from tessera.vision.runner import weight_bytes
 
 HIDDEN = 4
 ROW = HIDDEN * torch.bfloat16.itemsize

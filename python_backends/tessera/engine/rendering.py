@@ -51,10 +51,10 @@ class Answer:
 class Answers:
     """Gathers the tokens of requests and delivers events; the last one of each has the reason.
 
-    A streamed answer's first token goes at once, later ones after ``hold_s``, or with the last; where so many are
-    streamed that this would be more than ``MOST_PARTS_S`` events a second, they are held for longer. Any other answer
-    is one event. ``cancel`` is called with number and reason where an answer is over before the engine knows, because
-    its text met a stop string. :meth:`add` and :meth:`numbers_of` may be called from any thread, the rest from one.
+    A streamed answer's first token goes at once, later ones after ``hold_s``, or with the last; they are held for
+    longer where all streams together would get more than ``MOST_PARTS_S`` events a second. Any other answer is one
+    event. ``cancel`` is called with number and reason where an answer is over before the engine knows, because its text
+    met a stop string. :meth:`add` and :meth:`numbers_of` may be called from any thread, the rest from one.
     """
 
     def __init__(

@@ -17,11 +17,12 @@ import tessera
 from tessera.checkpoint.files import find_checkpoint
 from tessera.errors import TesseraError
 from tessera.launcher import checking
+from tessera.launcher.gateway import Gateway
 from tessera.launcher.health import health_port
 from tessera.launcher.options import ServerOptions, one_per_gpu
 from tessera.launcher.process import Server
 from tessera.launcher.settings import ServerSetup, regions
-from tessera.launcher.supervisor import Fleet, Gateway, Supervision
+from tessera.launcher.supervisor import Fleet, Supervision
 from tessera.settings.gpu import DEFAULT_MODELS, check_gpus
 from tessera.settings.schema import QUANTIZATIONS
 from tessera_wire.command_line import Parser
