@@ -8,7 +8,7 @@ import pytest
 from fakes.backend import InferenceRequest, Tensor, strings, wait_until
 
 from tessera.errors import InvalidRequest
-from tessera.tritonserver import leases, metrics, tensors
+from tessera.tritonserver import engine_busy, leases, tensors
 from tessera.tritonserver import preprocess as preprocess
 from tessera.tritonserver import vision as vision
 from tessera.tritonserver.failures import is_over as is_past
@@ -120,10 +120,10 @@ def test_no_stage_works_for_who_has_gone(house: House) -> None:
 
 
 def test_the_vision_stage_hears_whether_the_engine_is_busy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(metrics, "_BUSY_FILE", str(tmp_path / "leases" / "engine-busy"))
-    metrics.tell_busy(True)  # before the folder is there
-    assert not metrics.engine_is_busy()
+    monkeypatch.setattr(engine_busy, "_FILE", str(tmp_path / "leases" / "engine-busy"))
+    engine_busy.tell(True)  # before the folder is there
+    assert not engine_busy.told()
     (tmp_path / "leases").mkdir()
     for busy in (True, True, False, False, True):
-        metrics.tell_busy(busy)
-        assert metrics.engine_is_busy() == busy
+        engine_busy.tell(busy)
+        assert engine_busy.told() == busy

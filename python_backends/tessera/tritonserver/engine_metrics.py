@@ -8,7 +8,8 @@ from contextlib import suppress
 from tessera.engine.process.messages import ENDED
 from tessera.engine.sequence import TokenEvent
 from tessera.settings.gpu import GpuMeter
-from tessera.tritonserver.metrics import BUSY_FROM, Counter, Gauge, Histogram, Renewed, tell_busy
+from tessera.tritonserver import engine_busy
+from tessera.tritonserver.metrics import Counter, Gauge, Histogram, Renewed
 
 SECONDS_BUCKETS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]
 TOKEN_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0]
@@ -97,7 +98,7 @@ class MetricsPage:
             "device_busy_fraction": self._busy_since_last(now["busy_ns"]),
             "engine_held_up_seconds": now["host_wait_ns"] / 1e9,
         }
-        tell_busy(values["device_busy_fraction"] > BUSY_FROM)
+        engine_busy.tell(values["device_busy_fraction"] > engine_busy.MOST)
         for name, gauge in self._gauges.items():
             gauge.set(values[name])
         for name, counter in self._counters.items():

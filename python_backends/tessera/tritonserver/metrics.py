@@ -4,25 +4,17 @@ Two metric calls at once from one process end the whole server, as does a single
 buckets that do not rise. So every call goes through here, under the one lock of this process: SPEAKING.
 
 This package's log lines in the server's own log.
-
-And whether the engine computes most of the time, which the language model's stage tells the vision stage by an empty
-file in the folder that the stages of one server share: none asks another anything.
 """
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from tessera.tritonserver import backend
 from tessera.tritonserver.failures import SPEAKING, log_exception
-from tessera.tritonserver.leases import FOLDER
 
 RENEW_SECONDS = 0.25
-BUSY_FROM = 0.5  # of the time since it was last told
-_BUSY_FILE = f"{FOLDER}/engine-busy"
 _FOR_GOOD: list[Any] = []  # a family leaves the page with its last reference
 
 
@@ -133,16 +125,3 @@ def write_to_server_log(stage: str) -> None:
     logger.setLevel(logging.INFO)
     logger.handlers = [handler]
     logger.propagate = False
-
-
-def tell_busy(busy: bool) -> None:
-    """Of a full /dev/shm, or before the folder is there, nobody is told."""
-    with suppress(OSError):
-        if not busy:
-            os.unlink(_BUSY_FILE)
-        elif not engine_is_busy():
-            open(_BUSY_FILE, "wb").close()
-
-
-def engine_is_busy() -> bool:
-    return os.path.exists(_BUSY_FILE)

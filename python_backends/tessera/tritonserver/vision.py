@@ -13,10 +13,10 @@ import torch
 from tessera.errors import InvalidRequest, end_process_if_lost
 from tessera.models.registry import read_config, spec_of
 from tessera.settings.stages import VisionSettings
-from tessera.tritonserver import backend, heaps, leases, tensors
+from tessera.tritonserver import backend, engine_busy, heaps, leases, tensors
 from tessera.tritonserver.failures import deadline_exceeded, error_response, is_over, log_exception
 from tessera.tritonserver.gpu_pool import answer_warm_up
-from tessera.tritonserver.metrics import Counter, Gauge, Renewed, engine_is_busy, show_weights, write_to_server_log
+from tessera.tritonserver.metrics import Counter, Gauge, Renewed, show_weights, write_to_server_log
 from tessera.tritonserver.responder import Responder
 from tessera.tritonserver.settings import StageSettings
 from tessera.tritonserver.tensors import packed
@@ -70,7 +70,7 @@ def local_scheduler(checkpoint: Path, settings: VisionSettings) -> VisionSchedul
     if (priority := spec_of(config.raw, config.folder).mps_priority) is not None:
         os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", str(priority))
     encoder = VisionEncoder.from_checkpoint(config, settings)
-    encoder.engine_busy = engine_is_busy
+    encoder.engine_busy = engine_busy.told
     show_weights("vision_encoder", *encoder.weights)
     return VisionScheduler(encoder)
 
