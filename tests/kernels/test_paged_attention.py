@@ -19,6 +19,8 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 PIECES = [(1, 1), (1, 40), (20, 20), (33, 97), (16, 32), (17, 65), (3, 131)]
 # Around the edges of blocks and of tiles of 64, and nothing at all.
 SINGLES = [(1, context) for context in (1, 0, 16, 63, 65, 200)]
+# The same of tiles of 128, the last position apart; more than a tile for each of two programs.
+SETTLED = [(1, context) for context in (1, 0, 2, 128, 129, 257, 300)]
 
 
 empty_like = partial(torch.empty_like, memory_format=torch.contiguous_format)
@@ -29,8 +31,9 @@ def batch_of(pieces, dtype, device, generator, group=7, fp8=False, **shape):
     return PagedBatch(shape_of(group, **shape), counts, contexts, dtype, device, generator, fp8)
 
 
-def decoded(batch, splits=2):
-    return decode_attention(batch.q, batch.cache, batch.blocks, batch.context, batch.scale, splits, empty_like(batch.q))
+def decoded(batch, splits=2, **options):
+    given = batch.q, batch.cache, batch.blocks, batch.context, batch.scale, splits, empty_like(batch.q)
+    return decode_attention(*given, **options)
 
 
 def attended(batch):
@@ -80,6 +83,8 @@ HEADS = [(7, 64, False), (7, 64, True), (1, 96, True), (16, 128, False), (3, 16,
         *((attended, PIECES, *heads) for heads in HEADS),
         *((partial(decoded, splits=4), SINGLES, *heads) for heads in HEADS),
         *((partial(decoded, splits=1), SINGLES, *heads) for heads in HEADS[:2]),
+        *((partial(decoded, splits=2, settled=True), SETTLED, *heads) for heads in HEADS),
+        (partial(decoded, splits=1, settled=True), SETTLED, *HEADS[0]),
     ],
 )
 def test_every_edge(dtype, device, generator, kernel, pieces, group, head_dim, fp8):

@@ -162,11 +162,12 @@ class AttentionBackend(ABC):
     def plan(self, table: SpanTable) -> Any:
         """What all layers share for these queries and contexts."""
 
-    def captured_plan(self, context: torch.Tensor, blocks: torch.Tensor) -> Any:
+    def captured_plan(self, context: torch.Tensor, blocks: torch.Tensor, settled: bool = False) -> Any:
         """A plan for one query a sequence that reads ``context`` int64 [s] and ``blocks`` [most, s] on the device.
 
         A CUDA graph may hold it: whatever stands in them at a replay counts. A sequence of context 0 is a dummy, and
-        its slot is -1. Raises ConfigError in backends that need to know the numbers beforehand.
+        its slot is -1. ``settled``: of what a query sees the step stores its own key alone. Raises ConfigError in
+        backends that need to know the numbers beforehand.
         """
         raise ConfigError(
             f"engine: attention {type(self).__name__} cannot run in CUDA graphs; set graph_batch_size to 0"

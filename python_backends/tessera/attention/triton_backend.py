@@ -3,6 +3,7 @@ order, whose bits depend on nothing but what a query sees."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from tessera.attention.backend import AttentionBackend, AttentionStep, HeadShape, KvStorage, LastQueries, SpanTable
-from tessera.kernels.operands import AttentionPlan, DeferredProduct, HeadNorms
+from tessera.kernels.operands import EARLY_ROWS, AttentionPlan, DeferredProduct, HeadNorms
 from tessera.kernels.paged_decode import choose_splits, decode_attention
 from tessera.kernels.rotary import rotate_and_store
 from tessera.kernels.row_attention import PLAN, lane_programs, row_decode, row_prefill
@@ -23,11 +24,13 @@ _USUAL_CONTEXT = 4096
 
 
 class _Singles(NamedTuple):
-    """Sequences of one query: context int64 [s], blocks int64 [most, s]."""
+    """Sequences of one query: context int64 [s], blocks int64 [most, s]; all of ``settled`` ones but the last position
+    was there before the step."""
 
     context: torch.Tensor
     blocks: torch.Tensor
     splits: int
+    settled: bool = False
 
 
 class _Pieces(NamedTuple):
@@ -100,8 +103,9 @@ class TritonBackend(AttentionBackend):
     """The default on a GPU. Pieces of prompts read keys and values as they were stored, whether they begin a prompt or
     not; single queries have a kernel of their own."""
 
-    _decode = staticmethod(decode_attention)
-    _prefill = staticmethod(prefill_attention)
+    _decode: Callable[..., torch.Tensor] = staticmethod(decode_attention)
+    _prefill: Callable[..., torch.Tensor] = staticmethod(prefill_attention)
+    _fetches_early = True
 
     def __init__(self, shape: HeadShape, storage: KvStorage) -> None:
         super().__init__(shape, storage)
@@ -117,9 +121,11 @@ class TritonBackend(AttentionBackend):
             None if single.all() else self._pieces(table, ~single),
         )
 
-    def captured_plan(self, context: torch.Tensor, blocks: torch.Tensor) -> _Plan:
+    def captured_plan(self, context: torch.Tensor, blocks: torch.Tensor, settled: bool = False) -> _Plan:
         most = min(blocks.shape[0] * self.storage.block_size, _USUAL_CONTEXT)
-        return _Plan(_Singles(context, blocks, self._splits(len(context), most)), None)
+        # Of more sequences the programs have several tiles each, and are better off with a deep pipeline.
+        settled = settled and self._fetches_early and len(context) <= EARLY_ROWS
+        return _Plan(_Singles(context, blocks, self._splits(len(context), most), settled), None)
 
     def attend(
         self, layer: int, qkv: torch.Tensor | DeferredProduct, step: AttentionStep, norms: HeadNorms | None = None
@@ -140,7 +146,8 @@ class TritonBackend(AttentionBackend):
         if singles is not None:
             first = len(singles.context)
             tables = (singles.blocks, singles.context)
-            self._decode(q[:first], cache, *tables, self.scale, singles.splits, out[:first])
+            early = {"settled": True} if singles.settled else {}
+            self._decode(q[:first], cache, *tables, self.scale, singles.splits, out[:first], **early)
         if pieces is not None:
             self._prefill(q, cache, *pieces, self.scale, out)
         return out
@@ -176,6 +183,7 @@ class FixedTritonBackend(TritonBackend):
 
     _decode = staticmethod(row_decode)
     _prefill = staticmethod(row_prefill)
+    _fetches_early = False
 
     def _prefill_plan(self) -> AttentionPlan:
         return PLAN

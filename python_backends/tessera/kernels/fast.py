@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from tessera.kernels.activation import silu_and_multiply
+from tessera.kernels.early_linear import early_gate_up, early_linear
 from tessera.kernels.experts import grouped_down, grouped_gate_up, route
 from tessera.kernels.gate_up_silu import gate_up_silu
 from tessera.kernels.likeliest import likeliest

@@ -16,7 +16,7 @@ from tessera.kernels import reference
 from tessera.kernels.fixed_rows import fixed
 from tessera.kernels.fp8 import early_launch, store_row, wait_for_previous
 from tessera.kernels.fp8_rows import Fp8Rows, empty_like, rows_or_tensor
-from tessera.kernels.operands import DeferredProduct, Partials
+from tessera.kernels.operands import DeferredProduct, EarlyProduct, Partials
 
 MAX_SIZE = 8192
 
@@ -38,6 +38,8 @@ def add_rms_norm(
     """
     x_scales = scales = bias = None
     parts = 0
+    if isinstance(x, EarlyProduct):
+        x = x.product()
     if not isinstance(x, torch.Tensor):
         if residual is None:
             raise ValueError("add_rms_norm: a deferred product without a residual")

@@ -5,20 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from tessera.kernels.fp8_rows import Fp8Rows, Fp8Sums
+from tessera.kernels.tuning import layer_kernels
 from tessera.kernels.w4_layout import PackedW4
 
 #: the most rows of a product for few rows, in 16 bits or of 4-bit weights, and what divides k of the former
 MAX_ROWS, K_MULTIPLE = 64, 64
 #: of such a product in e4m3
 FP8_MAX_ROWS, FP8_K_MULTIPLE = 256, 128
+#: the most rows of a product that asks for its weights early, and its programs' warps
+EARLY_ROWS, EARLY_WARPS = 16, 4
 #: of the fused gate-up product's k and size: TMA wants rows of whole 16 bytes
 GATE_UP_MULTIPLE = 8
+_EARLY_K_MULTIPLE = 128
+_SLICE = 64  # columns of k that a warp multiplies in one chain
+_HELD = 48 * 1024  # values of the weights in a program's registers
 _LEAST = 16  # values of a matrix unit's products
 
 
@@ -63,7 +70,44 @@ class Partials(NamedTuple):
         return (total if self.bias is None else total + self.bias).to(self.dtype)
 
 
-DeferredProduct = Fp8Sums | Partials
+class NormedRows(NamedTuple):
+    """Rows that who reads them normalises: their root mean square becomes 1, then they are multiplied by weights."""
+
+    stream: torch.Tensor  # [m, k]
+    weight: torch.Tensor  # [k]
+    eps: float
+
+
+#: what a linear layer multiplies
+Operand = torch.Tensor | Fp8Rows | NormedRows
+
+
+def rows_of(x: Operand) -> int:
+    """How many there are."""
+    return len(x if isinstance(x, torch.Tensor) else x[0])
+
+
+class EarlyProduct(NamedTuple):
+    """A product of few rows that is not begun: who reads it has it made, together with what comes behind."""
+
+    x: Operand  # [m, k]; not in e4m3
+    weight: torch.Tensor  # [n, k]
+    bias: torch.Tensor | None  # [n]
+
+    @property
+    def rows(self) -> int:
+        return rows_of(self.x)
+
+    def product(self) -> torch.Tensor:
+        """[m, n]."""
+        return layer_kernels(self.weight.device.type).early_linear(*self)
+
+    def added_to(self, residual: torch.Tensor) -> torch.Tensor:
+        """[m, n], in place."""
+        return layer_kernels(self.weight.device.type).early_linear(*self, residual)
+
+
+DeferredProduct = Fp8Sums | Partials | EarlyProduct
 #: a weight [n, k] as the products of experts take it, theirs one below the other
 StoredWeights = torch.Tensor | Fp8Rows | PackedW4
 #: x, of tokens or of pairs, and the weights that it meets
@@ -114,6 +158,26 @@ class AttentionPlan:
     def launch(self) -> dict[str, int]:
         """What triton's launch takes of it."""
         return {"ROWS": self.rows, "TOKENS": self.tokens, "num_warps": self.warps, "num_stages": self.stages}
+
+
+@dataclass(frozen=True)
+class EarlyPlan:
+    """A program takes ``columns`` of the result and ``block_k`` of k at a time, in ``slices``; powers of two."""
+
+    columns: int
+    block_k: int
+    slices: int
+
+
+@cache
+def plan_early(n: int, k: int, gated: bool = False) -> EarlyPlan | None:
+    """How to multiply up to 16 rows by weights [n, k]; None where they do not fit. A pure function."""
+    block_k = min(k & -k, 1024)
+    most = min(32, 1 << (_HELD // k).bit_length() - 1) if k <= _HELD else 0
+    columns = min(most, n & -n)
+    if k % _EARLY_K_MULTIPLE or columns < (16 if gated else 8):
+        return None
+    return EarlyPlan(columns, block_k, max(EARLY_WARPS, block_k // _SLICE))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tessera.kernels.fp8 import early_launch, wait_for_previous
 from tessera.kernels.operands import AttentionPlan, PagedCache
@@ -19,6 +20,10 @@ _ROWS = 16
 
 
 DEFAULT_PLAN = AttentionPlan(_ROWS, tokens=64, warps=2, stages=3)
+#: where the first tile is fetched early, it is most often a program's only one, and two programs share a multiprocessor
+SETTLED_PLAN = AttentionPlan(_ROWS, tokens=128, warps=8, stages=1)
+# Of scores: what is lower weighs nothing. Not infinite, so that splits without a position have a difference, too.
+_LOWEST = tl.constexpr(-1e38)
 
 
 def choose_splits(sequences: int, kv_heads: int, most_tokens: int, sms: int) -> int:
@@ -98,29 +103,35 @@ def decode_attention(
     scale: float,
     splits: int,
     out: torch.Tensor,
-    plan: AttentionPlan = DEFAULT_PLAN,
+    plan: AttentionPlan | None = None,
+    settled: bool = False,
 ) -> torch.Tensor:
     """q [s, heads, head_dim], its rows any stride apart -> ``out``, the same shape and dtype.
 
     ``blocks`` integer [most, s], most >= 1: block j of sequence i is blocks[j, i]; ``context`` integer [s]: query i
     sees positions [0, context[i]), and where that is 0 its row is 0 and the cache is not read. ``splits`` is a power of
     two up to 32, see :func:`choose_splits`. The plan's rows are 16: the heads of a group are padded to that many.
+    ``settled``: the kernels that are still running write no position but the last of each; then programs fetch their
+    first keys and values before they wait, and one program more has the last.
     Nothing is read back and the grid depends on the shapes alone, so a call can be captured in a CUDA graph.
     ValueError for what :func:`check_cache` refuses. The method is flash decoding (Dao et al., 2023).
     """
     sequences, heads, head_dim = q.shape
     if not 1 <= splits <= MAX_SPLITS or splits & (splits - 1):
         raise ValueError(f"splits {splits} is no power of two up to {MAX_SPLITS}")
-    partial, weights = None, None
-    if splits > 1:
-        partial = torch.empty((sequences, heads, splits, head_dim), dtype=torch.float32, device=q.device)
-        weights = torch.empty((sequences, heads, splits), dtype=torch.float32, device=q.device)
+    plan = plan or (SETTLED_PLAN if settled else DEFAULT_PLAN)
+    partial, weights, parts = None, None, splits + settled
+    if parts > 1:
+        partial = torch.empty((sequences, heads, parts, head_dim), dtype=torch.float32, device=q.device)
+        weights = torch.empty((sequences, heads, parts), dtype=torch.float32, device=q.device)
     given = cache_arguments(q, cache, blocks, out, scale)
-    steps = {"context": context, "partial": partial, "weights": weights, "SPLITS": splits, **early_launch(q.device)}
-    _decode_kernel[(cache.keys.shape[2], sequences, splits)](**steps, **given, **plan.launch)
-    if splits > 1:
+    given |= {"context": context, "partial": partial, "weights": weights, "SETTLED": int(settled)}
+    _decode_kernel[(cache.keys.shape[2], sequences, parts)](
+        **given, SPLITS=splits, **plan.launch, **early_launch(q.device)
+    )
+    if parts > 1:
         merged = {name: given[name] for name in ("out", "out_row", "HEAD_DIM", "COLUMNS")}
-        options = {"HEADS": heads, "SPLITS": splits, "num_warps": 1, **early_launch(q.device)}
+        options = {"HEADS": heads, "PARTS": parts, "num_warps": 1, **early_launch(q.device)}
         _merge_kernel[(heads, sequences)](partial, weights, **merged, **options)
     return out
 
@@ -131,17 +142,26 @@ def _decode_kernel(
     q, keys, values, key_scales, value_scales, blocks, context, out, partial, weights, scale,
     q_row, cache_block, cache_slot, blocks_step, blocks_column, out_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr, SETTLED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One split of one sequence's context for the query heads of one key head."""
-    wait_for_previous(EARLY)
+    """One split of one sequence's context for the query heads of one key head; the last position is one by itself where
+    all others are settled, and can be read before this waits."""
+    PARTS: tl.constexpr = SPLITS + SETTLED
+    if EARLY:
+        gdc_launch_dependents()
     kv_head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(context + sequence).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(length, SPLITS), TOKENS) * TOKENS
+    shared = tl.maximum(length - SETTLED, 0)
+    share = tl.cdiv(tl.cdiv(shared, SPLITS), TOKENS) * TOKENS
     start = split * share
-    end = tl.minimum(start + share, length)
+    end = tl.minimum(start + share, shared)
+    if split == SPLITS:
+        start, end = shared, length
+    if EARLY and (not SETTLED or split == SPLITS):
+        gdc_wait()
 
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -149,15 +169,30 @@ def _decode_kernel(
     inside = (column < HEAD_DIM)[None, :]
     used = (row < GROUP)[:, None] & inside
     head = kv_head * GROUP + row
-    query = tl.load(q + sequence * q_row + head[:, None] * HEAD_DIM + column[None, :], mask=used, other=0.0)
-
-    top = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, COLUMNS], tl.float32)
     table = blocks + sequence * blocks_column
     # Behind the context anything may lie, NaN too: there the last position is read again, and weighs 0.
     last = tl.maximum(end - 1, 0)
     block = tl.load(table + (tl.minimum(start + token, last) // BLOCK_SIZE) * blocks_step)
+    if SETTLED:
+        position = start + token
+        key, value = load_tile(
+            keys, values, key_scales, value_scales, block.to(tl.int64), tl.minimum(position, last) % BLOCK_SIZE,
+            cache_block, cache_slot, kv_head, q.dtype.element_ty, KV_HEADS, HEAD_DIM, COLUMNS, BLOCK_SIZE,
+        )  # fmt: skip
+        if EARLY:
+            gdc_wait()
+    query = tl.load(q + sequence * q_row + head[:, None] * HEAD_DIM + column[None, :], mask=used, other=0.0)
+    top = tl.full([ROWS], _LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if SETTLED:
+        if start < end:
+            scores = _scores(query, key, position, end, scale)
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            total, mixed = weigh(scores, value, new_top, top, total, mixed)
+            top = new_top
+        start += TOKENS
+        block = tl.load(table + (tl.minimum(start + token, last) // BLOCK_SIZE) * blocks_step)
     for first in range(start, end, TOKENS):
         position = first + token
         slot = tl.minimum(position, last) % BLOCK_SIZE
@@ -167,22 +202,27 @@ def _decode_kernel(
         )  # fmt: skip
         # Read a tile ahead, the block numbers do not hold up the pipeline of the loads that need them.
         block = tl.load(table + (tl.minimum(position + TOKENS, last) // BLOCK_SIZE) * blocks_step)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        scores = tl.where(position[None, :] < end, scores, -float("inf"))
+        scores = _scores(query, key, position, end, scale)
         new_top = tl.maximum(top, tl.max(scores, 1))
         total, mixed = weigh(scores, value, new_top, top, total, mixed)
         top = new_top
 
-    # An empty split leaves zeros, and a weight of exp2(-inf).
+    # An empty split leaves zeros, and the least of weights.
     total = tl.where(total > 0, total, 1.0)
     mixed = mixed / total[:, None]
-    if SPLITS == 1:
+    if PARTS == 1:
         target = out + sequence * out_row + head[:, None] * HEAD_DIM + column[None, :]
         tl.store(target, mixed.to(out.dtype.element_ty), mask=used)
     else:
-        part = (sequence * (KV_HEADS * GROUP) + head) * SPLITS + split
+        part = (sequence * (KV_HEADS * GROUP) + head) * PARTS + split
         tl.store(partial + part[:, None] * HEAD_DIM + column[None, :], mixed, mask=used)
         tl.store(weights + part, top + tl.log2(total), mask=row < GROUP)
+
+
+@triton.jit
+def _scores(query, key, position, end, scale):
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    return tl.where(position[None, :] < end, scores, -float("inf"))
 
 
 @triton.jit
@@ -224,20 +264,19 @@ def weigh(scores, value, new_top, top, total, mixed):
 @triton.jit
 def _merge_kernel(
     partial, weights, out, out_row,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The mean of one head's splits, weighted by the sums of their exponentials (log2 in ``weights``)."""
     wait_for_previous(EARLY)
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
-    part = (sequence * HEADS + head) * SPLITS + tl.arange(0, SPLITS)
+    split = tl.arange(0, triton.next_power_of_2(PARTS))
+    part = (sequence * HEADS + head) * PARTS + split
     column = tl.arange(0, COLUMNS)
     inside = column < HEAD_DIM
-    logs = tl.load(weights + part)
-    mixed = tl.load(partial + part[:, None] * HEAD_DIM + column[None, :], mask=inside[None, :], other=0.0)
-    top = tl.max(logs, 0)
-    # All splits of an empty context weigh -inf.
-    weight = tl.exp2(logs - tl.where(top == -float("inf"), 0.0, top))
-    total = tl.sum(weight, 0)
-    merged = tl.sum(mixed * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    logs = tl.load(weights + part, mask=split < PARTS, other=-float("inf"))
+    here = (split < PARTS)[:, None] & inside[None, :]
+    mixed = tl.load(partial + part[:, None] * HEAD_DIM + column[None, :], mask=here, other=0.0)
+    weight = tl.exp2(logs - tl.max(logs, 0))
+    merged = tl.sum(mixed * weight[:, None], 0) / tl.sum(weight, 0)
     tl.store(out + sequence * out_row + head * HEAD_DIM + column, merged.to(out.dtype.element_ty), mask=inside)

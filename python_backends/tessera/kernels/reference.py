@@ -13,6 +13,7 @@ from tessera.kernels.operands import (
     MAX_ROWS,
     DeferredProduct,
     HeadNorms,
+    Operand,
     PagedCache,
     Partials,
     PenaltyLines,
@@ -187,6 +188,31 @@ def skinny_deferred(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     """x [m, k], weight [n, k], bias [n] -> [m, n] in two halves of k, still to be added."""
     x_halves, weight_halves = x.float().chunk(2, dim=1), weight.float().chunk(2, dim=1)
     return Partials(torch.stack([F.linear(*halves) for halves in zip(x_halves, weight_halves)]), bias, x.dtype)
+
+
+def early_linear(
+    x: Operand,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [m, k], weight [n, k], bias [n] -> x W^T + b [m, n], added to ``residual`` in place if there is one."""
+    product = F.linear(_normed(x), weight, bias)
+    return product if residual is None else residual.add_(product)
+
+
+def early_gate_up(x: Operand, weight: torch.Tensor) -> torch.Tensor | Fp8Rows:
+    """x [m, k], weight [2 * size, k], gate first -> silu(gate) * up [m, size]."""
+    return gate_up_silu(_normed(x), weight)
+
+
+def _normed(x: Operand) -> torch.Tensor:
+    assert not isinstance(x, Fp8Rows)
+    if isinstance(x, torch.Tensor):
+        return x
+    normal, _ = add_rms_norm(x.stream, None, x.weight, x.eps)
+    assert isinstance(normal, torch.Tensor)
+    return normal
 
 
 def gate_up_silu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | Fp8Rows:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tessera.kernels.fp8 import early_launch, inverse_of, scale_of, wait_for_previous
-from tessera.kernels.operands import DeferredProduct, HeadNorms, PagedCache, Partials
+from tessera.kernels.operands import DeferredProduct, EarlyProduct, HeadNorms, PagedCache, Partials
 
 
 def rotate_and_store(
@@ -36,7 +36,7 @@ def rotate_and_store(
     A deferred product is finished and rounded first, an FP8 product's sums in their own memory.
     """
     x_scales = scales = bias = None
-    if isinstance(qkv, Partials):
+    if isinstance(qkv, Partials | EarlyProduct):
         qkv = qkv.product()  # by many programs: one a token would take longer to fetch them (measured on an H200)
     elif not isinstance(qkv, torch.Tensor):
         qkv, x_scales, scales, bias = qkv

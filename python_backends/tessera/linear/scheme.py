@@ -19,7 +19,16 @@ from torch import nn
 from tessera.checkpoint.weights import Target, TensorError, listed, plain
 from tessera.errors import CheckpointError
 from tessera.kernels.fp8_rows import MULTIPLE, Fp8Rows, Fp8Sums, fp8_linear, fp8_sums, quantize_rows
-from tessera.kernels.operands import FP8_K_MULTIPLE, FP8_MAX_ROWS, DeferredProduct, GroupedOperands, Routing
+from tessera.kernels.operands import (
+    FP8_K_MULTIPLE,
+    FP8_MAX_ROWS,
+    DeferredProduct,
+    GroupedOperands,
+    NormedRows,
+    Operand,
+    Routing,
+    rows_of,
+)
 from tessera.kernels.tuning import layer_kernels
 
 #: ways to multiply rows in e4m3 by weights in e4m3
@@ -119,18 +128,23 @@ class LinearScheme(ABC):
         """Whether for this many rows ``apply`` wants its input already quantized."""
         return self.way(layer, rows) in PRODUCTS
 
-    def quantized(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> Fp8Rows:
+    def normalises(self, layer: Linear, rows: int) -> bool:
+        """Whether for this many rows it had rather have its input before the norm."""
+        return False
+
+    def quantized(self, layer: Linear, x: Operand) -> Fp8Rows:
+        assert not isinstance(x, NormedRows)
         return x if isinstance(x, Fp8Rows) else quantize_rows(x.contiguous())
 
     @abstractmethod
-    def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+    def apply(self, layer: Linear, x: Operand) -> torch.Tensor:
         """x [n, in_features] -> [n, out_features]. Only a scheme that ``wants_fp8_input`` is given Fp8Rows."""
 
-    def apply_deferred(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | DeferredProduct:
+    def apply_deferred(self, layer: Linear, x: Operand) -> torch.Tensor | DeferredProduct:
         """As ``apply``; the end of the product may be left to what comes next."""
         return self._sums(layer, x) if self._can_wait(layer, x) else self.apply(layer, x)
 
-    def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
+    def apply_gated(self, layer: Linear, x: Operand, fp8: bool = False) -> torch.Tensor | Fp8Rows:
         """x [n, in_features] -> silu(first half of the outputs) * second half [n, out_features / 2], in FP8 if so."""
         kernels = layer_kernels(layer.device.type)
         if isinstance(x, Fp8Rows) and layer.bias is None and self._can_wait(layer, x):
@@ -143,24 +157,20 @@ class LinearScheme(ABC):
         pairs x's rows are, None where they are tokens."""
         return x, layer.get_buffer("weight")
 
-    def multiply(self, layer: Linear, x: torch.Tensor | Fp8Rows, way: str) -> torch.Tensor:
+    def multiply(self, layer: Linear, x: Operand, way: str) -> torch.Tensor:
         """By one of PRODUCTS."""
         if way == "rescaled":
             return self._sums(layer, x).product()
         product = fp8_linear if way == "rows" else layer_kernels(layer.device.type).skinny_fp8
         return product(self.quantized(layer, x), layer.weight, layer.scales, layer.bias, layer.dtype)
 
-    def _sums(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> Fp8Sums:
+    def _sums(self, layer: Linear, x: Operand) -> Fp8Sums:
         rows = self.quantized(layer, x)
         return Fp8Sums(fp8_sums(rows, layer.weight, layer.dtype), rows.scales, layer.scales, layer.bias)
 
-    def _can_wait(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> bool:
+    def _can_wait(self, layer: Linear, x: Operand) -> bool:
         """Whether the product's scales are applied after it, by what comes next."""
         return self.way(layer, rows_of(x)) == "rescaled"
-
-
-def rows_of(x: torch.Tensor | Fp8Rows) -> int:
-    return len(x.values if isinstance(x, Fp8Rows) else x)
 
 
 def products_for(layer: Linear, rows: int) -> list[str]:
@@ -231,20 +241,24 @@ class Linear(nn.Module):
         self._read: dict[str, dict[str, torch.Tensor]] = {}
         self._unread = set(modules)
 
-    def forward(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+    def forward(self, x: Operand) -> torch.Tensor:
         return self.scheme.apply(self, x)
 
-    def deferred(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor | DeferredProduct:
+    def deferred(self, x: Operand) -> torch.Tensor | DeferredProduct:
         """The outputs for who can finish them."""
         return self.scheme.apply_deferred(self, x)
 
-    def gated(self, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
+    def gated(self, x: Operand, fp8: bool = False) -> torch.Tensor | Fp8Rows:
         """Of a layer whose halves are gate and up: silu(gate) * up [n, out_features / 2]."""
         return self.scheme.apply_gated(self, x, fp8)
 
     def wants_fp8_input(self, rows: int) -> bool:
         """Whether it wants its input of this many rows already quantized."""
         return self.scheme.wants_fp8_input(self, rows)
+
+    def normalises(self, rows: int) -> bool:
+        """Whether it had rather have its input of this many rows before the norm."""
+        return self.scheme.normalises(self, rows)
 
     @property
     def products_a_token(self) -> int:

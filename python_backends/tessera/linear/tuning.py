@@ -15,8 +15,7 @@ from functools import partial
 import torch
 
 from tessera.kernels.fixed_rows import USUAL, fixed
-from tessera.kernels.fp8_rows import Fp8Rows
-from tessera.kernels.operands import PagedCache
+from tessera.kernels.operands import Operand, PagedCache
 from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_milliseconds, layer_kernels, machine_of
 from tessera.linear.scheme import Linear, LinearShape, Place, Ways
 from tessera.linear.unquantized import CUBLAS, RmsNorm
@@ -136,7 +135,7 @@ class InPlace:
     def run(self, layer: Linear) -> object:
         """The kernel before the layer, the layer, and the kernel behind it."""
         fp8 = layer.wants_fp8_input(self._rows)
-        x = self._before(fp8)
+        x = self._before(fp8, layer.normalises(self._rows))
         if self._place == "gate_up":
             return layer.gated(x, fp8)
         if self._place in ("output", "down"):
@@ -145,7 +144,7 @@ class InPlace:
             return self._rotate(layer.deferred(x))
         return layer(x)
 
-    def _before(self, fp8: bool) -> torch.Tensor | Fp8Rows:
+    def _before(self, fp8: bool, later: bool) -> Operand:
         if self._place in ("qkv", "gate_up"):
-            return self._norm(self._x, self._residual, fp8)[0]
+            return self._norm(self._x, None, fp8, later)[0] if later else self._norm(self._x, self._residual, fp8)[0]
         return self._activation(self._x, fp8) if self._place == "down" else self._x

@@ -7,11 +7,23 @@ import torch.nn.functional as F
 from torch import nn
 
 from tessera.kernels.fp8_rows import Fp8Rows
-from tessera.kernels.operands import GATE_UP_MULTIPLE, K_MULTIPLE, MAX_ROWS, DeferredProduct, finished
+from tessera.kernels.operands import (
+    EARLY_ROWS,
+    GATE_UP_MULTIPLE,
+    K_MULTIPLE,
+    MAX_ROWS,
+    DeferredProduct,
+    EarlyProduct,
+    NormedRows,
+    Operand,
+    finished,
+    plan_early,
+    rows_of,
+)
 from tessera.kernels.tuning import layer_kernels
-from tessera.linear.scheme import Linear, LinearScheme, LinearShape, Tensors, Ways, plain_of, rows_of
+from tessera.linear.scheme import Linear, LinearScheme, LinearShape, Tensors, Ways, plain_of
 
-CUBLAS, FEW_ROWS, FUSED = "cublas", "few rows", "fused"
+CUBLAS, FEW_ROWS, FUSED, EARLY = "cublas", "few rows", "fused", "early"
 _FUSED_FROM = 4096  # rows, where it is not measured: below they are mostly of a graph, which may take the library's
 _LARGE = ((9, 0), (10, 0), (10, 3))  # compute capabilities with more than 180 KB of shared memory
 
@@ -43,22 +55,30 @@ class Unquantized(LinearScheme):
     def in_words(self, layer: Linear) -> str:
         return str(layer.dtype).removeprefix("torch.")
 
-    def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+    def normalises(self, layer: Linear, rows: int) -> bool:
+        return self.way(layer, rows) == EARLY
+
+    def apply(self, layer: Linear, x: Operand) -> torch.Tensor:
         return finished(self.apply_deferred(layer, x))
 
-    def apply_deferred(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | DeferredProduct:
-        assert isinstance(x, torch.Tensor)
+    def apply_deferred(self, layer: Linear, x: Operand) -> torch.Tensor | DeferredProduct:
+        assert not isinstance(x, Fp8Rows)
         weight, bias = layer.get_buffer("weight"), layer.bias
-        if self.way(layer, len(x)) == FEW_ROWS:
+        way = self.way(layer, rows_of(x))
+        if way == EARLY:
+            return EarlyProduct(x, weight, bias)
+        assert isinstance(x, torch.Tensor)
+        if way == FEW_ROWS:
             return layer_kernels(x.device.type).skinny_deferred(x, weight, bias)
         return F.linear(x, weight, bias)
 
-    def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
+    def apply_gated(self, layer: Linear, x: Operand, fp8: bool = False) -> torch.Tensor | Fp8Rows:
         way = self.way(layer, rows_of(x)) if rows_of(x) and not fp8 else CUBLAS
         if way == CUBLAS:
             return super().apply_gated(layer, x, fp8)
         kernels = layer_kernels(layer.device.type)
-        return (kernels.skinny_gate_up if way == FEW_ROWS else kernels.gate_up_silu)(x, layer.get_buffer("weight"))
+        product = {FEW_ROWS: kernels.skinny_gate_up, FUSED: kernels.gate_up_silu, EARLY: kernels.early_gate_up}[way]
+        return product(x, layer.get_buffer("weight"))
 
     def possible(self, layer: Linear, shape: LinearShape, rows: int) -> list[str]:
         gated = shape.place == "gate_up"
@@ -69,7 +89,10 @@ class Unquantized(LinearScheme):
         whole = shape.inputs % GATE_UP_MULTIPLE == 0 and shape.outputs % (2 * GATE_UP_MULTIPLE) == 0
         few = rows <= MAX_ROWS and shape.inputs % K_MULTIPLE == 0
         fused = gated and whole and rows >= 1024 and _fits(layer.device)
-        return [CUBLAS, *[FEW_ROWS] * few, *[FUSED] * fused]
+        # A stream of float16 could overflow where the norm's weights come first.
+        fits = shape.dtype == torch.bfloat16 and plan_early(shape.outputs, shape.inputs, gated) is not None
+        early = rows <= EARLY_ROWS and fits
+        return [CUBLAS, *[FEW_ROWS] * few, *[EARLY] * early, *[FUSED] * fused]
 
     def fixed_ways(self, layer: Linear, shape: LinearShape) -> Ways:
         """Of gate and up, whose product for few rows does not split k."""
@@ -99,12 +122,21 @@ class RmsNorm(nn.Module):
         self._add_and_normalise = layer_kernels(device.type).add_rms_norm
 
     def forward(
-        self, x: torch.Tensor | DeferredProduct, residual: torch.Tensor | None, fp8: bool = False
-    ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
+        self,
+        x: torch.Tensor | DeferredProduct,
+        residual: torch.Tensor | None,
+        fp8: bool = False,
+        later: bool = False,
+    ) -> tuple[Operand, torch.Tensor]:
         """x [n, size] and residual [n, size] or None -> (normalised sum, sum); residual may be overwritten.
 
-        ``fp8``: the normalised sum is quantized, a row at a time.
+        ``fp8``: the normalised sum is quantized, a row at a time. ``later``: where the sum costs no kernel, who reads
+        it normalises it.
         """
+        if isinstance(x, EarlyProduct) and residual is not None:
+            x, residual = x.added_to(residual), None
+        if later and residual is None and isinstance(x, torch.Tensor):
+            return NormedRows(x, self.get_buffer("weight"), self._eps), x
         return self._add_and_normalise(x, residual, self.get_buffer("weight"), self._eps, fp8)
 
 

@@ -148,7 +148,8 @@ class DecodeGraphs(_StepGraphs):
         lines = self._view(size)
         ids, source, context = lines[self._header : self._header + _OF_DECODING]
         ids = fill_in(ids, source, self._last_sampled)
-        step = self._step(lines, self._attention.captured_plan(context, lines[self._header + _OF_DECODING :]))
+        blocks = lines[self._header + _OF_DECODING :]
+        step = self._step(lines, self._attention.captured_plan(context, blocks, settled=True))
         return self._model.forward_layers(self._model.embedding.tokens(ids), self._attention, step, step)
 
 

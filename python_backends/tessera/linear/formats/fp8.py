@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tessera.checkpoint.weights import TensorError
 from tessera.kernels.fp8_rows import E4M3, Fp8Rows, quantize_rows, quantize_weight
-from tessera.kernels.operands import DeferredProduct, GroupedOperands, Routing
+from tessera.kernels.operands import DeferredProduct, GroupedOperands, NormedRows, Operand, Routing, rows_of
 from tessera.linear.formats import Groups, Settings
 from tessera.linear.scheme import (
     Linear,
@@ -21,7 +21,6 @@ from tessera.linear.scheme import (
     has_units,
     plain_of,
     products_for,
-    rows_of,
     shaped,
 )
 
@@ -101,11 +100,12 @@ class Fp8(LinearScheme):
     def in_words(self, layer: Linear) -> str:
         return "fp8 in blocks" if self.blocks else "fp8"
 
-    def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+    def apply(self, layer: Linear, x: Operand) -> torch.Tensor:
         """Of dequantized weights in the model's dtype; on the CPU in float32, with x rounded as the product in FP8 sees
         it."""
         if layer.scales is not None:
             return self.multiply(layer, x, self.way(layer, rows_of(x)))
+        assert not isinstance(x, NormedRows)
         if layer.device.type != "cpu":
             assert isinstance(x, torch.Tensor)
             return F.linear(x, layer.weight, layer.bias)
@@ -113,10 +113,11 @@ class Fp8(LinearScheme):
         bias = None if layer.bias is None else layer.bias.float()
         return F.linear(wide, layer.weight, bias).to(layer.dtype)
 
-    def apply_deferred(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor | DeferredProduct:
+    def apply_deferred(self, layer: Linear, x: Operand) -> torch.Tensor | DeferredProduct:
         return self.apply(layer, x) if layer.scales is None else super().apply_deferred(layer, x)
 
-    def quantized(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> Fp8Rows:
+    def quantized(self, layer: Linear, x: Operand) -> Fp8Rows:
+        assert not isinstance(x, NormedRows)
         return x if isinstance(x, Fp8Rows) else quantize_rows(x.contiguous(), layer.input_scale)
 
     def grouped(self, layer: Linear, x: torch.Tensor, routing: Routing | None = None) -> GroupedOperands:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tessera.errors import CheckpointError
 from tessera.kernels.fixed_rows import fixed
 from tessera.kernels.fp8_rows import Fp8Rows, quantize_rows, quantize_weight
-from tessera.kernels.operands import MAX_ROWS, GroupedOperands, Routing
+from tessera.kernels.operands import MAX_ROWS, GroupedOperands, Operand, Routing, rows_of
 from tessera.kernels.tuning import layer_kernels
 from tessera.kernels.w4_layout import PackedW4, chunk_of, pack, zeros_fit
 from tessera.linear.scheme import (
@@ -23,7 +23,6 @@ from tessera.linear.scheme import (
     has_units,
     has_values,
     products_for,
-    rows_of,
     shaped,
 )
 
@@ -132,7 +131,7 @@ class Int4(LinearScheme):
     def in_words(self, layer: Linear) -> str:
         return "int4 by row" if self.group_size == -1 else f"int4 in groups of {self.group_size}"
 
-    def apply(self, layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+    def apply(self, layer: Linear, x: Operand) -> torch.Tensor:
         kernels, way = layer_kernels(layer.device.type), self.way(layer, rows_of(x))
         if way in PRODUCTS:
             return self.multiply(layer, x, way)
@@ -143,7 +142,7 @@ class Int4(LinearScheme):
             return F.linear(x, layer.weight, layer.bias)
         return F.linear(_sorted(layer, x), kernels.widen_w4(_packed(layer), layer.dtype), layer.bias)
 
-    def apply_gated(self, layer: Linear, x: torch.Tensor | Fp8Rows, fp8: bool = False) -> torch.Tensor | Fp8Rows:
+    def apply_gated(self, layer: Linear, x: Operand, fp8: bool = False) -> torch.Tensor | Fp8Rows:
         if self.way(layer, rows_of(x)) != W4A16:
             return super().apply_gated(layer, x, fp8)
         gated = layer_kernels(layer.device.type).w4a16_gate_up(_sorted(layer, x), _packed(layer), layer.bias)
@@ -215,7 +214,7 @@ def _packed(layer: Linear) -> PackedW4:
     return PackedW4(layer.packed, layer.words, layer.arrivals)
 
 
-def _sorted(layer: Linear, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+def _sorted(layer: Linear, x: Operand) -> torch.Tensor:
     """x with the columns in the order of the packed weights."""
     assert isinstance(x, torch.Tensor)
     return x.contiguous() if layer.columns is None else x[:, layer.columns]

@@ -71,7 +71,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor | DeferredProduct, torch.Tensor]:
         """x and residual [n, hidden] -> the same behind this layer; x may be deferred."""
         rows = len(x) if isinstance(x, torch.Tensor) else x.rows
-        normal, residual = self.input_norm(x, residual, self.qkv.wants_fp8_input(rows))
+        normal, residual = self.input_norm(x, residual, self.qkv.wants_fp8_input(rows), self.qkv.normalises(rows))
         attended = attention.attend(self.index, self.qkv.deferred(normal), step, self.head_norms)
         if step.rows is not None:
             residual = residual[step.rows]
@@ -82,7 +82,8 @@ class DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor | DeferredProduct, torch.Tensor]:
         """The attention's output and what it is added to -> the same behind the MLP."""
         rows = len(residual)
-        normal, residual = self.post_norm(x, residual, self.gate_up.wants_fp8_input(rows))
+        wanted = self.gate_up.wants_fp8_input(rows), self.gate_up.normalises(rows)
+        normal, residual = self.post_norm(x, residual, *wanted)
         return self.down.deferred(self.gate_up.gated(normal, self.down.wants_fp8_input(rows))), residual
 
     @property

@@ -1,0 +1,97 @@
+"""Products that fetch their weights early, against their twins, and how they are planned."""
+
+import pytest
+import torch
+
+from tessera.kernels import reference
+from tessera.kernels.operands import EarlyProduct, NormedRows, plan_early
+
+pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
+
+from tessera.kernels.early_linear import early_gate_up, early_linear
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+CLOSE = {"rtol": 4e-3, "atol": 4e-3}
+# One block of k, three, and seven of the least; the widest programs, narrow ones, and one.
+SHAPES = [(64, 256), (48, 384), (16, 896)]
+
+
+def operands(half, device, generator, m, n, k, std=1.0):
+    """x [m, k] and weight [n, k] whose products are about 1."""
+    x = torch.randn((m, k), dtype=half, device=device, generator=generator) * std
+    return x, torch.randn((n, k), dtype=half, device=device, generator=generator) / k**0.5
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("m", [1, 10, 16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product(half, device, generator, m, n, k, bias):
+    x, weight = operands(half, device, generator, m, n, k)
+    given = torch.randn(n, dtype=half, device=device, generator=generator) if bias else None
+    torch.testing.assert_close(early_linear(x, weight, given), reference.early_linear(x, weight, given), **CLOSE)
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("m", [1, 10])
+def test_the_residual_is_added_in_place(half, device, generator, m, n, k):
+    x, weight = operands(half, device, generator, m, n, k)
+    residual = torch.randn((m, n), dtype=half, device=device, generator=generator)
+    expected = reference.early_linear(x, weight, None, residual.clone())
+    assert early_linear(x, weight, None, residual) is residual
+    torch.testing.assert_close(residual, expected, **CLOSE)
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("m", [1, 10])
+@pytest.mark.parametrize("std", [0.01, 30.0])
+def test_rows_are_normalised(half, device, generator, m, n, k, std):
+    """Rows of any size, as the norm makes them alike."""
+    x, weight = operands(half, device, generator, m, n, k, std)
+    rows = NormedRows(x, torch.rand(k, dtype=half, device=device, generator=generator) + 0.5, 1e-6)
+    before = x.clone()
+    torch.testing.assert_close(early_linear(rows, weight), reference.early_linear(rows, weight), rtol=8e-3, atol=8e-3)
+    active = early_gate_up(rows, weight)
+    torch.testing.assert_close(active, reference.early_gate_up(rows, weight), rtol=8e-3, atol=8e-3)
+    assert torch.equal(x, before)
+
+
+def test_the_gate_comes_first(half, device, generator):
+    x, weight = operands(half, device, generator, 3, 64, 256)
+    torch.testing.assert_close(early_gate_up(x, weight), reference.early_gate_up(x, weight), **CLOSE)
+
+
+def test_a_row_does_not_depend_on_the_others(half, device, generator):
+    x, weight = operands(half, device, generator, 9, 32, 256)
+    expected = early_linear(x, weight)
+    x[1:] = float("nan")
+    assert torch.equal(early_linear(x, weight)[0], expected[0])
+
+
+def test_a_product_that_is_not_begun(half, device, generator):
+    x, weight = operands(half, device, generator, 5, 32, 256)
+    product = EarlyProduct(x, weight, None)
+    assert product.rows == 5
+    torch.testing.assert_close(product.product(), x @ weight.T, **CLOSE)
+    residual = torch.ones((5, 32), dtype=half, device=device)
+    torch.testing.assert_close(product.added_to(residual), 1 + x @ weight.T, **CLOSE)
+
+
+def test_plans_hold_the_weights():
+    for n, k in [(2560, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (1152, 896), (9728, 896), (896, 4864)]:
+        plan = plan_early(n, k)
+        assert plan is not None and n % plan.columns == 0 and k % plan.block_k == 0
+        assert plan.columns * k <= 48 * 1024 and plan.block_k // plan.slices in (32, 64)
+    assert plan_early(1024, 12288) is None and plan_early(1024, 1000) is None and plan_early(1020, 1024) is None
+    assert plan_early(1024, 4864, gated=True) is None  # gates and their ups would be fewer than eight each
+
+
+@pytest.mark.parametrize(("x", "weight"), [((17, 256), (32, 256)), ((2, 256), (32, 128)), ((2, 192), (32, 192))])
+def test_what_does_not_fit_is_refused(half, device, x, weight):
+    with pytest.raises(ValueError, match="early_linear"):
+        early_linear(torch.zeros(x, dtype=half, device=device), torch.zeros(weight, dtype=half, device=device))
+
+
+def test_other_dtypes_are_refused(device):
+    with pytest.raises(ValueError, match="16 bits"):
+        early_linear(torch.zeros((2, 256), device=device), torch.zeros((32, 256), device=device))
