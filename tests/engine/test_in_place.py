@@ -12,14 +12,14 @@ from tessera.engine.scheduling.scheduler import ScheduledBatch, ScheduledSpan
 from tessera.engine.sequence import Sequence
 from tessera.kernels import reference
 from tessera.kernels.fp8_rows import Fp8Sums
-from tessera.kernels.operands import Partials
+from tessera.kernels.operands import EARLY_ROWS, NormedRows, Partials
 from tessera.linear.formats import int4
 from tessera.linear.formats.fp8 import Fp8, Fp8OnLoad
 from tessera.linear.formats.gptq import Awq
 from tessera.linear.formats.int4 import Int4
 from tessera.linear.scheme import Linear, LinearShape
 from tessera.linear.tuning import InPlace
-from tessera.linear.unquantized import FEW_ROWS, Unquantized
+from tessera.linear.unquantized import CUBLAS, EARLY, FEW_ROWS, Unquantized
 from tessera.models.registry import model_class
 from tessera.settings.stages import EngineConfig
 
@@ -142,6 +142,24 @@ def test_what_split_products_leave_is_added_by_whoever_comes_next(monkeypatch, a
     torch.testing.assert_close(logits_of(model, attention), expected)
     # q, k and v, output and down of both steps; in the first the last layer's two latter have no row to compute.
     assert len(left) == 2 * 3 * len(model.layers) - 2
+
+
+@EVERY_DECODER
+def test_early_products_norm_what_they_read_and_add_to_what_they_write(monkeypatch, architecture, attention):
+    """Alone, and beside products of other ways."""
+    model, linears = model_of(architecture, Unquantized)
+    expected, norms = logits_of(model, attention), []
+    make = NormedRows.__new__
+    monkeypatch.setattr(NormedRows, "__new__", lambda cls, *given: (norms.append(cls), make(cls, *given))[1])
+    for linear in linears:
+        linear.scheme.ways = ((EARLY_ROWS, EARLY),)
+    torch.testing.assert_close(logits_of(model, attention), expected)
+    # Of both norms in both steps, but for the last layer's second one in the first step, which has no row.
+    assert len(norms) == 2 * 2 * len(model.layers) - 1
+    for turn in range(3):
+        for index, linear in enumerate(linears):
+            linear.scheme.ways = ((EARLY_ROWS, (EARLY, FEW_ROWS, CUBLAS)[(turn + index) % 3]),)
+        torch.testing.assert_close(logits_of(model, attention), expected)
 
 
 @EVERY_DECODER

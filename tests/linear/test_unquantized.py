@@ -12,7 +12,7 @@ from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.linear import unquantized
 from tessera.linear.scheme import Linear, LinearShape
 from tessera.linear.tuning import choose
-from tessera.linear.unquantized import CUBLAS, FEW_ROWS, FUSED, Unquantized
+from tessera.linear.unquantized import CUBLAS, EARLY, FEW_ROWS, FUSED, Unquantized
 
 pytest.importorskip("triton", reason="tuning measures triton's kernels")
 
@@ -76,6 +76,14 @@ def test_where_bits_are_fixed_nothing_is_measured(ran, place, found):
     for layer in layers:
         for rows, way in zip(((1, 64), (65, 4095), (4096, 9000)), found, strict=True):
             assert {layer.scheme.way(layer, each) for each in rows} == {way}
+
+
+def test_early_products_are_measured_where_they_fit(ran):
+    """Up to 16 rows, in bfloat16, of a k that is a multiple of 128."""
+    for options, early in ((dict(k=256), True), (dict(k=192), False), (dict(k=256, dtype=torch.float16), False)):
+        choices = choices_of()
+        tuned(choices, **options)
+        assert [rows for rows, ways in choices.by_rows.items() if EARLY in ways] == [16] * early
 
 
 def test_it_runs_from_the_found_number_of_rows_on(ran):
