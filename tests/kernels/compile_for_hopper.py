@@ -1,4 +1,5 @@
-"""Compiles the kernels w4a16, gate_up_silu, row_linear and of experts for a Hopper GPU, on any machine.
+"""Compiles the kernels w4a16, gate_up_silu, row_linear, early_linear, of decoding and of experts for a Hopper GPU, on
+any machine.
 
 A script, as an interpreted process cannot compile.
 """
@@ -10,8 +11,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from tessera.kernels.early_linear import _early_product
 from tessera.kernels.experts import _arrange, _grouped, _route, plan_grouped
 from tessera.kernels.gate_up_silu import GateUpPlan, _gate_up_silu
+from tessera.kernels.operands import EARLY_WARPS, plan_early
+from tessera.kernels.paged_decode import SETTLED_PLAN, _decode_kernel
 from tessera.kernels.row_linear import RowPlan, _row_product, plan_rows
 from tessera.kernels.w4a16 import W4Plan, _swizzled, _w4a16
 
@@ -25,8 +29,9 @@ def compile_for_hopper(
     constants: dict[str, int],
     product: str,
     **options: int,
-) -> None:
-    """Raises what the compiler raises; AssertionError if the tensor cores are not used or the memory does not do."""
+) -> str:
+    """The PTX. Raises what the compiler raises; AssertionError if the tensor cores are not used or the memory does not
+    do."""
     names = kernel.arg_names
     whole = source(
         kernel,
@@ -36,6 +41,7 @@ def compile_for_hopper(
     compiled = triton.compile(whole, target=GPUTarget("cuda", 90, 32), options=options)
     assert product in compiled.asm["ptx"]
     assert compiled.metadata.shared <= SHARED_MEMORY
+    return compiled.asm["ptx"]
 
 
 def gate_up_silu(plan: GateUpPlan) -> None:
@@ -67,6 +73,46 @@ def row_linear(plan: RowPlan, form: str) -> None:
     product = f"wgmma.mma_async.sync.aligned.m64n{plan.columns}k"
     options = {"num_warps": plan.warps, "num_stages": plan.stages}
     compile_for_hopper(ASTSource, _row_product, signature, {**constants, **none}, product, **options)
+
+
+def early_linear(place: str, n: int, k: int) -> None:
+    """Before the wait all weights are asked for, and what is fetched passes through no shared memory."""
+    gated, rotated, normed = place == "gate_up", place == "qkv", place in ("qkv", "gate_up")
+    plan = plan_early(n, k, gated)
+    assert plan is not None
+    signature = {
+        **dict.fromkeys(("x", "weight", "out", "norm" if normed else "residual"), "*bf16"),
+        **dict.fromkeys(("m", "n"), "i32"),
+        "eps": "fp32",
+        **({"slots": "*i64", **dict.fromkeys(("cos", "sin"), "*fp32")} if rotated else {}),
+        **(dict.fromkeys(("keys", "values", "bias"), "*bf16") if rotated else {}),
+    }
+    heads = {"HEADS": 16, "KV_HEADS": 2, "HALF": 64} if rotated else {"HEADS": 0, "KV_HEADS": 1, "HALF": 1}
+    tile = {"K": k, "BLOCK_K": plan.block_k, "SLICES": plan.slices, "COLUMNS": plan.columns, "GATED": gated}
+    none = dict.fromkeys({"norm", "residual", "bias", "cos", "sin", "slots", "keys", "values"} - signature.keys())
+    options = {"num_warps": EARLY_WARPS}
+    constants = {**tile, **heads, **none, "EARLY": True}
+    ptx = compile_for_hopper(ASTSource, _early_product, signature, constants, "mma.sync.aligned.m16n8k16", **options)
+    early, _ = ptx.split("griddepcontrol.wait")
+    assert early.count("ld.global") >= plan.columns * k // (32 * EARLY_WARPS * 8) and "st.shared" not in early
+
+
+def settled_attention() -> None:
+    """Keys and values are asked for before the second wait, which is that of the programs that do so."""
+    signature = {
+        **dict.fromkeys(("q", "keys", "values", "out"), "*bf16"),
+        **dict.fromkeys(("blocks", "context"), "*i64"),
+        **dict.fromkeys(("partial", "weights"), "*fp32"),
+        "scale": "fp32",
+        **dict.fromkeys(("q_row", "cache_block", "cache_slot", "blocks_step", "blocks_column", "out_row"), "i32"),
+    }
+    sizes = {"KV_HEADS": 2, "GROUP": 8, "HEAD_DIM": 128, "COLUMNS": 128, "BLOCK_SIZE": 16, "SPLITS": 16}
+    options = SETTLED_PLAN.launch
+    tile = {name: options.pop(name) for name in ("ROWS", "TOKENS")}
+    constants = {**sizes, **tile, "key_scales": None, "value_scales": None, "SETTLED": 1, "EARLY": True}
+    ptx = compile_for_hopper(ASTSource, _decode_kernel, signature, constants, "mma.sync.aligned.m16n8k16", **options)
+    _, early, late = ptx.split("griddepcontrol.wait")
+    assert "ld.global" in early and "mma.sync" not in early and "mma.sync" in late
 
 
 def w4a16(rows: int, plan: W4Plan, gated: bool) -> None:
@@ -127,6 +173,9 @@ if __name__ == "__main__":
     routing()
     for pairs, form in ((80, "bf16"), (80, "i16"), (8192, "i16"), (65536, "i16"), (65536, "fp8e4nv"), (65536, "bf16")):
         experts(pairs, form)
+    for place, n, k in (("qkv", 2560, 1024), ("output", 1024, 2048), ("gate_up", 6144, 1024), ("down", 1024, 3072)):
+        early_linear(place, n, k)
+    settled_attention()
     gate_up_silu(GateUpPlan())
     for plan in {plan_rows(m, n, 132) for m in (1, 64, 128, 512, 2528, 8192) for n in (1024, 3584, 37888)}:
         for form in ("bf16", "fp8e4nv"):

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from tessera.kernels import reference
-from tessera.kernels.operands import EarlyProduct, NormedRows, plan_early
+from tessera.kernels.operands import EarlyProduct, NormedRows, PagedCache, plan_early
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
 from tessera.kernels.early_linear import early_gate_up, early_linear
+from tessera.kernels.rotary import rotate_and_store
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -66,6 +67,23 @@ def test_a_row_does_not_depend_on_the_others(half, device, generator):
     expected = early_linear(x, weight)
     x[1:] = float("nan")
     assert torch.equal(early_linear(x, weight)[0], expected[0])
+
+
+@pytest.mark.parametrize(("size", "bias"), [(64, False), (64, True), (80, True), (16, False)])
+def test_queries_and_keys_are_rotated_and_stored(half, device, generator, size, bias):
+    """Of four heads, two key heads; the second token is nobody's."""
+    x, weight = operands(half, device, generator, 3, 8 * size, 256)
+    given = torch.randn(8 * size, dtype=half, device=device, generator=generator) if bias else None
+    angles = torch.rand((3, size // 2), device=device, generator=generator) * 6
+    slots = torch.tensor([17, -1, 3], device=device)
+    found, expected = (PagedCache(*torch.zeros((2, 2, 16, 2, size), dtype=half, device=device)) for _ in range(2))
+    rows = NormedRows(x, torch.ones(256, dtype=half, device=device), 1e-6)
+    product = EarlyProduct(rows, weight, given)
+    qkv = rotate_and_store(product, angles.cos(), angles.sin(), slots, found, 4)
+    twin = reference.early_linear(rows, weight, given)
+    twin = reference.rotate_and_store(twin, angles.cos(), angles.sin(), slots, expected, 4)
+    for actual, wanted in ((qkv, twin), *zip(found[:2], expected[:2])):
+        torch.testing.assert_close(actual, wanted, rtol=8e-3, atol=8e-3)
 
 
 def test_a_product_that_is_not_begun(half, device, generator):

@@ -9,6 +9,8 @@ the residual is added by the one that writes them, which saves two more kernels.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tessera.kernels.activation import gated
 from tessera.kernels.fp8 import early_launch
 from tessera.kernels.fp8_rows import Fp8Rows
-from tessera.kernels.operands import EARLY_ROWS, EARLY_WARPS, NormedRows, Operand, plan_early, rows_of
+from tessera.kernels.operands import (
+    EARLY_ROWS,
+    EARLY_WARPS,
+    EarlyProduct,
+    NormedRows,
+    Operand,
+    PagedCache,
+    plan_early,
+    rows_of,
+)
+
+_NO_ROTATION = dict.fromkeys(("cos", "sin", "slots", "keys", "values"))
+_NO_HEADS = {"HEADS": 0, "KV_HEADS": 1, "HALF": 1}
 
 
 def early_linear(
@@ -42,6 +56,20 @@ def early_gate_up(x: Operand, weight: torch.Tensor) -> torch.Tensor:
     return _multiply(x, weight, None, None, out, True)
 
 
+def early_rotate(
+    product: EarlyProduct, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, cache: PagedCache, heads: int
+) -> torch.Tensor:
+    """The product of q, k and v [m, (heads + 2 * kv_heads) * d], rotated and stored as by
+    :func:`tessera.kernels.rotary.rotate_and_store`, into a cache of its dtype."""
+    x, weight, bias = product
+    out = torch.empty((product.rows, len(weight)), dtype=weight.dtype, device=weight.device)
+    _, _, kv_heads, size = cache.keys.shape
+    rotation = dict(cos=cos, sin=sin, slots=slots, keys=cache.keys, values=cache.values)
+    return _multiply(
+        x, weight, bias, None, out, False, rotation, {"HEADS": heads, "KV_HEADS": kv_heads, "HALF": size // 2}
+    )
+
+
 def _multiply(
     x: Operand,
     weight: torch.Tensor,
@@ -49,6 +77,8 @@ def _multiply(
     residual: torch.Tensor | None,
     out: torch.Tensor,
     gated: bool,
+    rotation: Mapping[str, torch.Tensor | None] = _NO_ROTATION,
+    heads: Mapping[str, int] = _NO_HEADS,
 ) -> torch.Tensor:
     assert not isinstance(x, Fp8Rows)
     rows, norm, eps = x if isinstance(x, NormedRows) else (x, None, 0.0)
@@ -56,12 +86,16 @@ def _multiply(
     plan = plan_early(n, k, gated)
     if plan is None or not 1 <= m <= EARLY_ROWS or weight.shape[1] != k:
         raise ValueError(f"early_linear: x {list(rows.shape)} and weight {list(weight.shape)} do not fit")
-    given = [each for each in (rows, norm, weight, bias, residual) if each is not None]
+    size = 2 * heads["HALF"]
+    columns = min(plan.columns, size & -size) if heads["HEADS"] else plan.columns  # of one head
+    given = [each for each in (rows, norm, weight, bias, residual, rotation["keys"]) if each is not None]
     if weight.itemsize != 2 or any(each.dtype != weight.dtype or not each.is_contiguous() for each in given):
         raise ValueError("early_linear: contiguous operands of one dtype of 16 bits")
-    tile = {"K": k, "BLOCK_K": plan.block_k, "SLICES": plan.slices, "COLUMNS": plan.columns, "GATED": gated}
+    tile = {"K": k, "BLOCK_K": plan.block_k, "SLICES": plan.slices, "COLUMNS": columns, "GATED": gated, **heads}
     options = {**tile, "num_warps": EARLY_WARPS, **early_launch(weight.device)}
-    _early_product[(n // plan.columns,)](rows, norm, weight, bias, residual, out, m, n, eps, **options)
+    _early_product[(n // columns,)](
+        rows, norm, weight, bias, residual, **rotation, out=out, m=m, n=n, eps=eps, **options
+    )
     return out
 
 
@@ -78,21 +112,28 @@ def arranged(values, SLICES: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexp
 
 @triton.jit(do_not_specialize=["m"])
 def _early_product(
-    x, norm, weight, bias, residual, out, m, n, eps,
+    x, norm, weight, bias, residual, cos, sin, slots, keys, values, out, m, n, eps,
     K: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr,
-    EARLY: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program COLUMNS of the result; slices of k are the warps'."""
+    """One program COLUMNS of the result, or half of them and what belongs to these: the ups of gates, the second halves
+    of heads that are rotated. Slices of k are the warps'."""
     if EARLY:
         gdc_launch_dependents()
     PART: tl.constexpr = BLOCK_K // SLICES
+    PAIRS: tl.constexpr = COLUMNS // 2
     start = tl.program_id(0) * COLUMNS
+    head, inside = start // (2 * HALF), start % (2 * HALF) // 2
+    if GATED:
+        first, apart = start // 2, n // 2
+    else:
+        first, apart = head * (2 * HALF) + inside, HALF
     eight = tl.arange(0, 8)[:, None, None, None, None]
     at = (tl.arange(0, SLICES) * PART)[None, :, None, None, None] + tl.arange(0, 32)[None, None, None, None, :]
     at += (tl.arange(0, PART // 32) * 32)[None, None, :, None, None]
     w_row = (tl.arange(0, COLUMNS // 8) * 8)[None, None, None, :, None] + eight
-    if GATED:  # in turn: gate, up, gate, up, ...
-        w_row = start // 2 + w_row // 2 + w_row % 2 * (n // 2)
+    if GATED or HEADS > 0:  # in turn: gate, up, gate, up, ...
+        w_row = first + w_row // 2 + w_row % 2 * apart
     else:
         w_row += start
     w_at = weight + w_row * K + at
@@ -106,7 +147,14 @@ def _early_product(
             scales += (arranged(tl.load(norm + step * BLOCK_K + at + 0 * x_row), SLICES, PART, 16),)  # type: ignore[assignment]
     row = tl.arange(0, 16)
     used = (row < m)[:, None]
+    pair = tl.arange(0, PAIRS)
     column = start + tl.arange(0, COLUMNS)
+    if HEADS > 0:
+        column = first + tl.arange(0, COLUMNS) // 2 + tl.arange(0, COLUMNS) % 2 * HALF
+        angle = row[:, None] * HALF + inside + pair[None, :]
+        cosine = tl.load(cos + angle, mask=used, other=0.0)
+        sine = tl.load(sin + angle, mask=used, other=0.0)
+        slot = tl.load(slots + row, mask=row < m, other=-1)[:, None]
     if bias is not None:
         shift = tl.load(bias + column).to(tl.float32)
     if EARLY:
@@ -117,11 +165,11 @@ def _early_product(
     squares = tl.zeros((SLICES, 16), tl.float32)
     diagonal = (row[:, None] == row[None, :])[None, :, :]
     for step in tl.static_range(K // BLOCK_K):
-        values = arranged(tl.load(x_at + step * BLOCK_K, mask=x_row < m, other=0.0), SLICES, PART, 16)
+        rows = arranged(tl.load(x_at + step * BLOCK_K, mask=x_row < m, other=0.0), SLICES, PART, 16)
         if norm is not None:  # sums of squares by the tensor core, which saves every warp 150 instructions
-            squares += tl.sum(tl.where(diagonal, tl.dot(values, values.trans(0, 2, 1)), 0.0), 2)
-            values = values * scales[step]
-        total = tl.dot(values, weights[step].trans(0, 2, 1), total)
+            squares += tl.sum(tl.where(diagonal, tl.dot(rows, rows.trans(0, 2, 1)), 0.0), 2)
+            rows = rows * scales[step]
+        total = tl.dot(rows, weights[step].trans(0, 2, 1), total)
     sums = tl.sum(total, 0)
     if norm is not None:
         sums *= tl.rsqrt(tl.sum(squares, 0) / K + eps)[:, None]
@@ -129,9 +177,22 @@ def _early_product(
         sums += shift[None, :]
     sums = sums.to(out.dtype.element_ty)
     if GATED:
-        gate, up = sums.reshape(16, COLUMNS // 2, 2).split()
-        column = start // 2 + tl.arange(0, COLUMNS // 2)
-        tl.store(out + row[:, None] * (n // 2) + column[None, :], gated(gate, up), mask=used)
+        gate, up = sums.reshape(16, PAIRS, 2).split()
+        tl.store(out + row[:, None] * (n // 2) + (first + pair)[None, :], gated(gate, up), mask=used)
+    elif HEADS > 0:
+        one, two = sums.reshape(16, PAIRS, 2).split()
+        if head < HEADS + KV_HEADS:
+            wide, other = one.to(tl.float32), two.to(tl.float32)
+            one = (wide * cosine - other * sine).to(out.dtype.element_ty)
+            two = (other * cosine + wide * sine).to(out.dtype.element_ty)
+        at = row[:, None] * n + (first + pair)[None, :]
+        tl.store(out + at, one, mask=used)
+        tl.store(out + at + HALF, two, mask=used)
+        if head >= HEADS:
+            stored = slot * (KV_HEADS * 2 * HALF) + (head - HEADS) % KV_HEADS * (2 * HALF) + (inside + pair)[None, :]
+            cache = keys if head < HEADS + KV_HEADS else values
+            tl.store(cache + stored, one, mask=slot >= 0)
+            tl.store(cache + stored + HALF, two, mask=slot >= 0)
     else:
         if residual is not None:
             sums = (sums.to(tl.float32) + old).to(out.dtype.element_ty)

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tessera.kernels.early_linear import early_rotate
 from tessera.kernels.fp8 import early_launch, inverse_of, scale_of, wait_for_previous
 from tessera.kernels.operands import DeferredProduct, EarlyProduct, HeadNorms, PagedCache, Partials
 
@@ -35,6 +36,8 @@ def rotate_and_store(
 
     A deferred product is finished and rounded first, an FP8 product's sums in their own memory.
     """
+    if isinstance(qkv, EarlyProduct) and qkv.weight.itemsize == 2 and norms is None and cache.key_scales is None:
+        return early_rotate(qkv, cos, sin, slots, cache, heads)
     x_scales = scales = bias = None
     if isinstance(qkv, Partials | EarlyProduct):
         qkv = qkv.product()  # by many programs: one a token would take longer to fetch them (measured on an H200)
