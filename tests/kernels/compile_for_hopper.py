@@ -88,7 +88,7 @@ def early_linear(place: str, n: int, k: int) -> None:
         **(dict.fromkeys(("keys", "values", "bias"), "*bf16") if rotated else {}),
     }
     heads = {"HEADS": 16, "KV_HEADS": 2, "HALF": 64} if rotated else {"HEADS": 0, "KV_HEADS": 1, "HALF": 1}
-    tile = {"K": k, "BLOCK_K": plan.block_k, "SLICES": plan.slices, "COLUMNS": plan.columns, "GATED": gated}
+    tile = {"K": k, "BLOCK_K": plan.block_k, "SLICES": EARLY_WARPS, "COLUMNS": plan.columns, "GATED": gated}
     none = dict.fromkeys({"norm", "residual", "bias", "cos", "sin", "slots", "keys", "values"} - signature.keys())
     options = {"num_warps": EARLY_WARPS}
     constants = {**tile, **heads, **none, "EARLY": True}

@@ -91,7 +91,7 @@ def _multiply(
     given = [each for each in (rows, norm, weight, bias, residual, rotation["keys"]) if each is not None]
     if weight.itemsize != 2 or any(each.dtype != weight.dtype or not each.is_contiguous() for each in given):
         raise ValueError("early_linear: contiguous operands of one dtype of 16 bits")
-    tile = {"K": k, "BLOCK_K": plan.block_k, "SLICES": plan.slices, "COLUMNS": columns, "GATED": gated, **heads}
+    tile = {"K": k, "BLOCK_K": plan.block_k, "SLICES": EARLY_WARPS, "COLUMNS": columns, "GATED": gated, **heads}
     options = {**tile, "num_warps": EARLY_WARPS, **early_launch(weight.device)}
     _early_product[(n // columns,)](
         rows, norm, weight, bias, residual, **rotation, out=out, m=m, n=n, eps=eps, **options
@@ -117,7 +117,7 @@ def _early_product(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program COLUMNS of the result, or half of them and what belongs to these: the ups of gates, the second halves
-    of heads that are rotated. Slices of k are the warps'."""
+    of heads that are rotated. Each warp has a slice of k."""
     if EARLY:
         gdc_launch_dependents()
     PART: tl.constexpr = BLOCK_K // SLICES

@@ -24,7 +24,6 @@ EARLY_ROWS, EARLY_WARPS = 16, 4
 #: of the fused gate-up product's k and size: TMA wants rows of whole 16 bytes
 GATE_UP_MULTIPLE = 8
 _EARLY_K_MULTIPLE = 128
-_SLICE = 64  # columns of k that a warp multiplies in one chain
 _HELD = 48 * 1024  # values of the weights in a program's registers
 _LEAST = 16  # values of a matrix unit's products
 
@@ -160,24 +159,21 @@ class AttentionPlan:
         return {"ROWS": self.rows, "TOKENS": self.tokens, "num_warps": self.warps, "num_stages": self.stages}
 
 
-@dataclass(frozen=True)
-class EarlyPlan:
-    """A program takes ``columns`` of the result and ``block_k`` of k at a time, in ``slices``; powers of two."""
+class EarlyPlan(NamedTuple):
+    """A program takes ``columns`` of the result and ``block_k`` of k at a time; powers of two."""
 
     columns: int
     block_k: int
-    slices: int
 
 
 @cache
 def plan_early(n: int, k: int, gated: bool = False) -> EarlyPlan | None:
     """How to multiply up to 16 rows by weights [n, k]; None where they do not fit. A pure function."""
-    block_k = min(k & -k, 1024)
     most = min(32, 1 << (_HELD // k).bit_length() - 1) if k <= _HELD else 0
     columns = min(most, n & -n)
     if k % _EARLY_K_MULTIPLE or columns < (16 if gated else 8):
         return None
-    return EarlyPlan(columns, block_k, max(EARLY_WARPS, block_k // _SLICE))
+    return EarlyPlan(columns, min(k & -k, 1024))
 
 
 @dataclass(frozen=True)

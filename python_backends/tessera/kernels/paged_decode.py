@@ -20,8 +20,8 @@ _ROWS = 16
 
 
 DEFAULT_PLAN = AttentionPlan(_ROWS, tokens=64, warps=2, stages=3)
-#: where the first tile is fetched early, it is most often a program's only one, and two programs share a multiprocessor
-SETTLED_PLAN = AttentionPlan(_ROWS, tokens=128, warps=8, stages=1)
+#: where the first tile is fetched early, it is most often a program's only one
+SETTLED_PLAN = AttentionPlan(_ROWS, tokens=128, warps=4, stages=1)
 # Of scores: what is lower weighs nothing. Not infinite, so that splits without a position have a difference, too.
 _LOWEST = tl.constexpr(-1e38)
 
@@ -117,8 +117,8 @@ def decode_attention(
     ValueError for what :func:`check_cache` refuses. The method is flash decoding (Dao et al., 2023).
     """
     sequences, heads, head_dim = q.shape
-    if not 1 <= splits <= MAX_SPLITS or splits & (splits - 1):
-        raise ValueError(f"splits {splits} is no power of two up to {MAX_SPLITS}")
+    if not 1 <= splits <= MAX_SPLITS:
+        raise ValueError(f"splits {splits} are not 1..{MAX_SPLITS}")
     plan = plan or (SETTLED_PLAN if settled else DEFAULT_PLAN)
     partial, weights, parts = None, None, splits + settled
     if parts > 1:
@@ -131,8 +131,8 @@ def decode_attention(
     )
     if parts > 1:
         merged = {name: given[name] for name in ("out", "out_row", "HEAD_DIM", "COLUMNS")}
-        options = {"HEADS": heads, "PARTS": parts, "num_warps": 1, **early_launch(q.device)}
-        _merge_kernel[(heads, sequences)](partial, weights, **merged, **options)
+        options = {"HEADS": heads, "SPLITS": splits, "TOKENS": plan.tokens, "SETTLED": int(settled), "num_warps": 1}
+        _merge_kernel[(heads, sequences)](partial, weights, context, **merged, **options, **early_launch(q.device))
     return out
 
 
@@ -154,12 +154,14 @@ def _decode_kernel(
     sequence = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(context + sequence).to(tl.int32)
-    shared = tl.maximum(length - SETTLED, 0)
-    share = tl.cdiv(tl.cdiv(shared, SPLITS), TOKENS) * TOKENS
+    shared, share = _shares(length, SPLITS, TOKENS, SETTLED)
     start = split * share
     end = tl.minimum(start + share, shared)
     if split == SPLITS:
         start, end = shared, length
+    elif SETTLED:
+        if start >= end:  # makes room for programs of the next kernel
+            return
     if EARLY and (not SETTLED or split == SPLITS):
         gdc_wait()
 
@@ -220,6 +222,13 @@ def _decode_kernel(
 
 
 @triton.jit
+def _shares(length, SPLITS: tl.constexpr, TOKENS: tl.constexpr, SETTLED: tl.constexpr):
+    """How many positions the splits share, and how many each has, whole tiles of them; the last splits may have none."""
+    shared = tl.maximum(length - SETTLED, 0)
+    return shared, tl.cdiv(tl.cdiv(shared, SPLITS), TOKENS) * TOKENS
+
+
+@triton.jit
 def _scores(query, key, position, end, scale):
     scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     return tl.where(position[None, :] < end, scores, -float("inf"))
@@ -261,21 +270,27 @@ def weigh(scores, value, new_top, top, total, mixed):
     return total, tl.dot(weight.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["context"])
 def _merge_kernel(
-    partial, weights, out, out_row,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    partial, weights, context, out, out_row,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr,
+    SETTLED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The mean of one head's splits, weighted by the sums of their exponentials (log2 in ``weights``)."""
     wait_for_previous(EARLY)
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
+    PARTS: tl.constexpr = SPLITS + SETTLED
     split = tl.arange(0, triton.next_power_of_2(PARTS))
+    written = split < PARTS
+    if SETTLED:
+        shared, share = _shares(tl.load(context + sequence).to(tl.int32), SPLITS, TOKENS, SETTLED)
+        written = (split * share < shared) & (split < SPLITS) | (split == SPLITS)
     part = (sequence * HEADS + head) * PARTS + split
     column = tl.arange(0, COLUMNS)
     inside = column < HEAD_DIM
-    logs = tl.load(weights + part, mask=split < PARTS, other=-float("inf"))
-    here = (split < PARTS)[:, None] & inside[None, :]
+    logs = tl.load(weights + part, mask=written, other=-float("inf"))
+    here = written[:, None] & inside[None, :]
     mixed = tl.load(partial + part[:, None] * HEAD_DIM + column[None, :], mask=here, other=0.0)
     weight = tl.exp2(logs - tl.max(logs, 0))
     merged = tl.sum(mixed * weight[:, None], 0) / tl.sum(weight, 0)
