@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tessera.attention.backend import AttentionBackend, AttentionStep, HeadShape, KvStorage, LastQueries, SpanTable
-from tessera.kernels.operands import EARLY_ROWS, AttentionPlan, DeferredProduct, HeadNorms
+from tessera.kernels.operands import AttentionPlan, DeferredProduct, EarlyProduct, HeadNorms
 from tessera.kernels.paged_decode import choose_splits, decode_attention
 from tessera.kernels.rotary import rotate_and_store
 from tessera.kernels.row_attention import PLAN, lane_programs, row_decode, row_prefill
@@ -105,7 +105,6 @@ class TritonBackend(AttentionBackend):
 
     _decode: Callable[..., torch.Tensor] = staticmethod(decode_attention)
     _prefill: Callable[..., torch.Tensor] = staticmethod(prefill_attention)
-    _fetches_early = True
 
     def __init__(self, shape: HeadShape, storage: KvStorage) -> None:
         super().__init__(shape, storage)
@@ -123,8 +122,6 @@ class TritonBackend(AttentionBackend):
 
     def captured_plan(self, context: torch.Tensor, blocks: torch.Tensor, settled: bool = False) -> _Plan:
         most = min(blocks.shape[0] * self.storage.block_size, _USUAL_CONTEXT)
-        # Of more sequences the programs have several tiles each, and are better off with a deep pipeline.
-        settled = settled and self._fetches_early and len(context) <= EARLY_ROWS
         return _Plan(_Singles(context, blocks, self._splits(len(context), most), settled), None)
 
     def attend(
@@ -136,18 +133,23 @@ class TritonBackend(AttentionBackend):
         q, k, v = rotated.view(rotated.shape[0], -1, self.shape.head_dim).split((heads, kv_heads, kv_heads), dim=1)
         if step.rows is not None:
             q = q[step.rows]
-        return self._attend(layer, q, k, v, step.plan).flatten(1)
+        return self._attend(layer, q, k, v, step.plan, isinstance(qkv, EarlyProduct)).flatten(1)
 
-    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
+    def _attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any, early: bool = False
+    ) -> torch.Tensor:
+        """``early``: behind a product that fetched early, as fetching early pays where steps are that small."""
         cache = self.storage.layers[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         singles: _Singles | None = plan.singles
         pieces: _Pieces | None = plan.pieces
         if singles is not None:
             first = len(singles.context)
-            tables = (singles.blocks, singles.context)
-            early = {"settled": True} if singles.settled else {}
-            self._decode(q[:first], cache, *tables, self.scale, singles.splits, out[:first], **early)
+            given = q[:first], cache, singles.blocks, singles.context, self.scale, singles.splits, out[:first]
+            if early and singles.settled:
+                decode_attention(*given, settled=True)
+            else:
+                self._decode(*given)
         if pieces is not None:
             self._prefill(q, cache, *pieces, self.scale, out)
         return out
@@ -183,7 +185,6 @@ class FixedTritonBackend(TritonBackend):
 
     _decode = staticmethod(row_decode)
     _prefill = staticmethod(row_prefill)
-    _fetches_early = False
 
     def _prefill_plan(self) -> AttentionPlan:
         return PLAN

@@ -117,8 +117,8 @@ def decode_attention(
     ValueError for what :func:`check_cache` refuses. The method is flash decoding (Dao et al., 2023).
     """
     sequences, heads, head_dim = q.shape
-    if not 1 <= splits <= MAX_SPLITS:
-        raise ValueError(f"splits {splits} are not 1..{MAX_SPLITS}")
+    if not 1 <= splits <= MAX_SPLITS or splits & (splits - 1):
+        raise ValueError(f"splits {splits} is no power of two up to {MAX_SPLITS}")
     plan = plan or (SETTLED_PLAN if settled else DEFAULT_PLAN)
     partial, weights, parts = None, None, splits + settled
     if parts > 1:
@@ -159,9 +159,8 @@ def _decode_kernel(
     end = tl.minimum(start + share, shared)
     if split == SPLITS:
         start, end = shared, length
-    elif SETTLED:
-        if start >= end:  # makes room for programs of the next kernel
-            return
+    elif SETTLED and start >= end:  # makes room for programs of the next kernel
+        return
     if EARLY and (not SETTLED or split == SPLITS):
         gdc_wait()
 
@@ -223,7 +222,7 @@ def _decode_kernel(
 
 @triton.jit
 def _shares(length, SPLITS: tl.constexpr, TOKENS: tl.constexpr, SETTLED: tl.constexpr):
-    """How many positions the splits share, and how many each has, whole tiles of them; the last splits may have none."""
+    """How many positions the splits share, and how many each has, whole tiles; the last ones may have none."""
     shared = tl.maximum(length - SETTLED, 0)
     return shared, tl.cdiv(tl.cdiv(shared, SPLITS), TOKENS) * TOKENS
 
