@@ -7,6 +7,8 @@ cache. docs/joules.md has what was learned. Microseconds a layer:
     decode_layer.paddle.late_us     kernels that wait for the one in front before they read anything
     decode_layer.paddle.early_us    those that a server takes for up to 16 sequences; `alone`: chains of one kind;
                                     `error`: of a layer, against the others
+    decode_layer.paddle.meetings_us five barriers of the grid, as one kernel for all layers would need a layer
+    decode_layer.paddle.bound_us    what such a kernel could not do without, see :func:`_bound`
 """
 
 import argparse
@@ -15,6 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import triton
+import triton.language as tl
 from figures import emit
 
 from bench.kernel_case import error, in_turns
@@ -104,6 +108,82 @@ class Layers:
         decode_attention(*given, self.attended.view(queries.shape), settled=settled)
 
 
+class Bound:
+    """What :func:`_bound` reads and writes, of PaddleOCR-VL's sizes, for ``programs``, one a multiprocessor."""
+
+    def __init__(self, programs: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight = torch.randn((256, 128), device=device).mul_(0.02).to(dtype)
+        self.rows = [torch.randn((16, size), device=device).to(dtype) for size in (1024, 2560, 2048, 3072)]
+        self.met = torch.zeros(1, dtype=torch.int32, device=device)
+        self._programs = programs
+
+    def layers(self, count: int, phases: bool = True, **options: object) -> None:
+        self.met.zero_()
+        sizes = {"PROGRAMS": self._programs, "PHASES": phases, "num_warps": 8}
+        _bound[(self._programs,)](self.weight, *self.rows, self.met, count, 10, **sizes, **options)
+
+
+@triton.jit(do_not_specialize=["layers", "m"])
+def _bound(weight, stream, qkv, attended, active, met, layers, m, PROGRAMS: tl.constexpr, PHASES: tl.constexpr):
+    """Layers of one persistent kernel, weights in place, less than any such kernel does.
+
+    Programs are clusters of eight. Each reads the eighth of its rows that it needs, multiplies it by its weights, of
+    which one tile stands for all, and writes its share of the results. The sums over a cluster, softmax, attention's
+    values, the norms, and the traffic of the next layer's weights are left out.
+    """
+    program = tl.program_id(0)
+    part = program % 8
+    depth, wide, thin = tl.arange(0, 128)[:, None], tl.arange(0, 256)[None, :], tl.arange(0, 64)[None, :]
+    many = tl.load(weight + wide * 128 + depth)
+    few = tl.load(weight + thin * 128 + depth)
+    row = tl.arange(0, 16)[:, None]
+    of_many, of_few = (row < m) & (wide // 32 == part), (row < m) & (thin // 8 == part)
+    at_many, at_few = program * 32 + wide % 32, program * 8 + thin % 8
+    target = 0
+    for _ in range(layers):
+        if PHASES and program < 80:  # q, k, v
+            sums = tl.dot(_eighth(stream, part * 128, m, 1024), many)
+            tl.store(qkv + row * 2560 + at_many, sums.to(qkv.dtype.element_ty), mask=of_many)
+        target = _meet(met, target + PROGRAMS)
+        if PHASES and program < 120:  # the scores of 256 keys
+            scores = tl.dot(_eighth(qkv, program % 2 * 1024, m, 128), many)
+            tl.store(attended + row * 2048 + at_many % 2048, scores.to(qkv.dtype.element_ty), mask=of_many)
+        target = _meet(met, target + PROGRAMS)
+        if PHASES and program < 128:  # output
+            sums = tl.zeros((16, 64), tl.float32)
+            for block in tl.static_range(2):
+                sums = tl.dot(_eighth(attended, part * 256 + block * 128, m, 2048), few, sums)
+            tl.store(stream + row * 1024 + at_few, sums.to(qkv.dtype.element_ty), mask=of_few)
+        target = _meet(met, target + PROGRAMS)
+        if PHASES and program < 96:  # gate, up
+            x = _eighth(stream, part * 128, m, 1024)
+            sums = tl.dot(x, many) * tl.dot(-x, many)
+            tl.store(active + row * 3072 + at_many, sums.to(qkv.dtype.element_ty), mask=of_many)
+        target = _meet(met, target + PROGRAMS)
+        if PHASES and program < 128:  # down
+            sums = tl.zeros((16, 64), tl.float32)
+            for block in tl.static_range(3):
+                sums = tl.dot(_eighth(active, part * 384 + block * 128, m, 3072), few, sums)
+            tl.store(stream + row * 1024 + at_few, sums.to(qkv.dtype.element_ty), mask=of_few)
+        target = _meet(met, target + PROGRAMS)
+
+
+@triton.jit
+def _eighth(x, first, m, stride):
+    """From L2: another multiprocessor wrote it."""
+    row, column = tl.arange(0, 16)[:, None], tl.arange(0, 128)[None, :]
+    return tl.load(x + row * stride + first + column, mask=row < m, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _meet(met, target):
+    tl.debug_barrier()
+    if tl.atomic_add(met, 1, sem="acq_rel") < target - 1:
+        while tl.atomic_add(met, 0, sem="acquire") < target:
+            pass
+    return target
+
+
 def error_of_a_layer(layers: Layers) -> float:
     """The stream behind the first layer by the early kernels against the late ones', relative, in norm."""
     begin = layers.stream.clone()
@@ -125,6 +205,11 @@ def main() -> int:
     kinds |= {part: partial(layers.early, only=part) for part in PARTS}
     ways = {name: [partial(kind, layer) for layer in every] for name, kind in kinds.items()}
     us = {way: round(1e6 * seconds, 2) for way, seconds in in_turns(ways, stream).items()}
+    bound = Bound(multiprocessors(layers.device), torch.bfloat16, layers.device)
+    meet, both = ([partial(bound.layers, 500, phases, launch_cooperative_grid=True)] for phases in (False, True))
+    least = {way: round(1e6 * s / 500, 2) for way, s in in_turns({"meetings": meet, "bound": both}, stream).items()}
     emit("decode_layer.paddle.late_us", us["late"], "us/layer")
     emit("decode_layer.paddle.early_us", us["early"], "us/layer", alone={part: us[part] for part in PARTS}, error=wrong)
+    emit("decode_layer.paddle.meetings_us", least["meetings"], "us/layer")
+    emit("decode_layer.paddle.bound_us", least["bound"], "us/layer")
     return 0

@@ -28,3 +28,14 @@ def test_its_parts_are_the_layer(layers: decode_layer.Layers) -> None:
     for part in decode_layer.PARTS:
         layers.early(0, part)
     assert torch.equal(layers.stream, whole)
+
+
+def test_all_programs_meet_five_times_a_layer() -> None:
+    """One program meets itself, and multiplies its eighth of the rows."""
+    torch.manual_seed(0)
+    bound = decode_layer.Bound(1, torch.float16, torch.device("cpu"))
+    x = bound.rows[0].clone()
+    bound.layers(1)
+    assert bound.met.item() == 5
+    expected = x[:10, :128].float() @ bound.weight[:32].float().T
+    torch.testing.assert_close(bound.rows[1][:10, :32].float(), expected, rtol=2e-3, atol=2e-3)
