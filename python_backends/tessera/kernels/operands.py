@@ -70,7 +70,7 @@ class Partials(NamedTuple):
 
 
 class NormedRows(NamedTuple):
-    """Rows that who reads them normalises: their root mean square becomes 1, then they are multiplied by weights."""
+    """Rows that their reader normalises: their root mean square becomes 1, then they are multiplied by weights."""
 
     stream: torch.Tensor  # [m, k]
     weight: torch.Tensor  # [k]
@@ -87,7 +87,7 @@ def rows_of(x: Operand) -> int:
 
 
 class EarlyProduct(NamedTuple):
-    """A product of few rows that is not begun: who reads it has it made, together with what comes behind."""
+    """A product of few rows that is not begun: its reader makes it, together with what comes behind."""
 
     x: Operand  # [m, k]; not in e4m3
     weight: torch.Tensor  # [n, k]

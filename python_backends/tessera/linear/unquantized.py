@@ -130,8 +130,8 @@ class RmsNorm(nn.Module):
     ) -> tuple[Operand, torch.Tensor]:
         """x [n, size] and residual [n, size] or None -> (normalised sum, sum); residual may be overwritten.
 
-        ``fp8``: the normalised sum is quantized, a row at a time. ``later``: where the sum costs no kernel, who reads
-        it normalises it.
+        ``fp8``: the normalised sum is quantized, a row at a time. ``later``: where the sum costs no kernel, its
+        reader normalises it.
         """
         if isinstance(x, EarlyProduct) and residual is not None:
             x, residual = x.added_to(residual), None
