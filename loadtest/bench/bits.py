@@ -44,6 +44,7 @@ from tessera_client import Answer, Client, Retry
 IN_FLIGHT = 256
 SHORTEST, LONGEST = 20, 8000
 ROOM = 1000  # tokens for an answer, pictures and what the template adds
+MOST_CONTEXT = 32768  # tokens; three of Qwen3-VL's 262,144 would take 116 GB
 CONTEXTS = 3  # in the pool
 WORDS = ("the", "room", "has", "a", "window", "and", "two", "doors", "near", "old", "red", "wires", "on", "white")
 BEGINNINGS = 8  # that prompts share
@@ -237,9 +238,10 @@ def main() -> int:
     part, parts = options.part
     numbers = range((part - 1) * options.requests // parts, part * options.requests // parts)
     config = read_config(base.checkpoint)
-    context = context_length(config.text, int(base.settings.get("max_model_len", 0)) or None)
+    asked = int(base.settings.get("max_model_len", 0)) or None
+    context = min(context_length(config.text, asked), MOST_CONTEXT)
     own = {"language_model.kv_cache_bytes": str(pool_bytes(config.text, context, 2 if base.gpus else 4))}
-    own |= {"language_model.drafts": "4"}
+    own |= {"language_model.drafts": "4", "max_model_len": str(context)}
     requests = cases(numbers, config, context)
     name = ".".join(filter(None, ("bits", options.card or ("gpu" if base.gpus else "cpu"), options.form)))
     worst = 0
