@@ -271,8 +271,9 @@ def joules(taken: Taken) -> float:
     return taken.power.watts / taken.run.requests_s if taken.power else nan
 
 
-def report_pruned(turns: Mapping[str, Sequence[Taken]], **notes: Any) -> None:
-    """Emits a page's joules without equal groups, and what share they are of the whole pages' in the same turns."""
+def report_pruned(turns: Mapping[str, Sequence[Taken]], label: str, **notes: Any) -> None:
+    """Emits a page's joules without equal groups, and what share they are of the whole pages' in the same turns;
+    ``label`` ends the figures' names."""
     whole = [joules(taken) for taken in turns.get("saturated", ())]
     for load, most in PRUNED_JOULES.items():
         drawn = [joules(taken) for taken in turns.get(load, ())]
@@ -280,7 +281,7 @@ def report_pruned(turns: Mapping[str, Sequence[Taken]], **notes: Any) -> None:
             about = {"turns": len(drawn), "whole": round(fmean(whole), 2), "at_most": most, **notes}
             if len(drawn) > 1:
                 about["share"], about["share_ci95"] = (round(part, 4) for part in ratio(drawn, whole))
-            figures.emit(f"pages.{load}.joules", round(fmean(drawn), 2), "J/page", **about)
+            figures.emit(f"pages.{load}.joules{label}", round(fmean(drawn), 2), "J/page", **about)
 
 
 def main() -> int:
@@ -311,12 +312,8 @@ def main() -> int:
     found: dict[str, list[Taken]] = {}
     with tempfile.TemporaryDirectory(prefix="tessera-replay-") as folder, reached(options) as target:
         encode_all(options.set, Path(folder), count)
-        prefix = (
-            "trial." * (not target.gpus)
-            + target.prefix
-            + "seeds.replay"
-            + f".{options.label}" * (options.label != "bf16")
-        )
+        label = f".{options.label}" * (options.label != "bf16")
+        prefix = "trial." * (not target.gpus) + target.prefix + "seeds.replay" + label
         for place, (load, asked) in enumerate(zip(loads, pages)):
             # No two loads share pictures, which the server would know by then.
             own_seed = seed + place
@@ -326,7 +323,7 @@ def main() -> int:
             report(load, taken, name, seed=own_seed, streamed=not options.whole, **target.notes)
             found.setdefault(load.name, []).append(taken)
     if target.gpus:
-        report_pruned(found)
+        report_pruned(found, label, streamed=not options.whole)
     parts = split({name: taken[-1] for name, taken in found.items()})
     for part, (joules, margin) in parts.items():
         share = joules / sum(value for value, _ in parts.values())

@@ -115,7 +115,7 @@ def test_joules_without_equal_groups_are_of_the_same_turns(printed: Any, monkeyp
         return Taken(counting.count(100.0, answers, 4), Draw(watts, 1500.0, 61.0, 1.0), {}, [])
 
     turns = {"saturated": [run(600), run(400)], "pruned": [run(450), run(300)], "pruned_crops": [run(500)]}
-    bench_replay.report_pruned(turns)
+    bench_replay.report_pruned(turns, "")
     (line,) = printed().values()
     assert (line["metric"], line["value"], line["whole"]) == ("pages.pruned.joules", 37.5, 50.0)
     assert (line["share"], line["share_ci95"], line["turns"], line["at_most"]) == (0.75, 0.0, 2, 48)
