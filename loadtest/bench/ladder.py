@@ -88,6 +88,9 @@ ANSWER_TOKENS = 16  # more than yes or no has
 RECALL_IN_FLIGHT = 16
 LEAST_ANSWERS = 24
 """Of a turn, where five rounds of what is in flight are fewer."""
+WARM_UP = 16
+"""Requests, or three rounds of them, before a server's first turn of a job: what is compiled or allocated late would
+make that turn an outlier, for which few others make up."""
 
 
 def add(file: Path, **line: Any) -> None:
@@ -157,7 +160,7 @@ class Sides:
         own = server_of(name)
         server, place = self.reach(own, wanted), (own, str(job))
         if place not in self._known:
-            self._known[place] = first_answers(server.grpc, job).prompt_tokens
+            self._known[place] = first_answers(server.grpc, job, max(WARM_UP, 3 * job.concurrency)).prompt_tokens
         asker = TesseraAsker(server.grpc, job, seed ^ zlib.crc32(str(job).encode()))
         run, power, notes, _ = take(asker, 0, gpus, server.metrics, LEAST_ANSWERS)
         if gpus:
@@ -183,9 +186,9 @@ def served(name: str, options: argparse.Namespace, checkpoint: Path | None, shar
         yield server
 
 
-def first_answers(addresses: list[str], job: Workload) -> Usage:
-    """As many as will be in flight, so that no kernel is compiled later; what tokens each of them took."""
-    seeds = [random.randrange(1 << 30) for _ in range(job.concurrency)]
+def first_answers(addresses: list[str], job: Workload, count: int = 0) -> Usage:
+    """This many, or as many as will be in flight: no kernel is compiled later. What tokens each of them took."""
+    seeds = [random.randrange(1 << 30) for _ in range(count or job.concurrency)]
     asked = ((picture(job.width, job.height, seed), PROMPT) for seed in seeds)
     with Client(addresses) as client:
         answers = client.ask_many(asked, concurrency=job.concurrency, **job.sampling)
@@ -285,7 +288,7 @@ def loop_recall(options: argparse.Namespace, items: list[Item]) -> None:
 
 
 def device_of(options: argparse.Namespace) -> str:
-    return "cuda" if options.gpus else "cpu"
+    return f"cuda:{options.gpus[0]}" if options.gpus else "cpu"
 
 
 def measure_recall(name: str, names: list[str], options: argparse.Namespace, items: list[Item]) -> None:
