@@ -216,7 +216,7 @@ def token_ms(answer: Answered) -> float:
 
 
 def report(load: Load, taken: Taken, name: str, **notes: Any) -> None:
-    """Emits the figures of a run; ``name`` is what their names begin with."""
+    """Emits the figures of a run; ``name`` is what their names begin with. The notes stand with its rate alone."""
     run, steady = taken.run, taken.steady
     answers = [answer for page in steady for answer in page.made_of]
     asked = [len(page.made_of) for page in steady]
@@ -234,12 +234,12 @@ def report(load: Load, taken: Taken, name: str, **notes: Any) -> None:
         **taken.notes,
     }
 
-    def emit(what: str, value: float, unit: str, **more: Any) -> None:
-        figures.emit(f"{name}.{what}", value, unit, **notes, **more)
+    def emit(what: str, value: float, unit: str, /, **more: Any) -> None:
+        figures.emit(f"{name}.{what}", value, unit, **more)
 
     stages = zip(measuring.stage_names(), zip(*(answer.stages for answer in answers)))
     told = {"stages_p50": found} if (found := {stage: p50(ms) for stage, ms in stages}) else {}
-    emit("pages_s", round(run.requests_s, 3), "pages/s", ci95=round(run.margin * run.requests_s, 3), **told)
+    emit("pages_s", round(run.requests_s, 3), "pages/s", ci95=round(run.margin * run.requests_s, 3), **told, **notes)
     emit("whole", round(run.whole_requests_s, 3), "pages/s")
     emit("req_s", round(run.requests_s * fmean(asked[1:]), 2), "req/s")
     if not load.part:
