@@ -8,12 +8,13 @@ turn: a step answers many at once, so a steady part's rate, which depends on whe
 turn to turn. Recall is the default model's, on the yes/no questions of the held-out set, by the same server.
 
 A rung is measured against the one below it in turns, until the 95 % interval of their ratio is at most 2 % either way,
-or the --seconds are over. Up are --together servers of neighbouring rungs, each with --share of the GPU's memory, and
-one is asked at a time: in a turn each answers once, for the rung below it and the one above it. Where they are asked
-the same, they get the same pictures. An idle server of ours launches nothing: its engine and its stages wait for work,
-and the launcher's pings, every five seconds, are no work. So the GPU has no reason to switch to it. MPS is no matter of
-the machine here: each server with MPS has a daemon of its own, and those of the rungs below use none. Where two servers
-or two daemons do not go together, --together 1 starts each for its turn by itself (each turn then takes two starts).
+or the --seconds are over, half of them for each number in flight. Up are --together servers of neighbouring rungs, each
+with --share of the GPU's memory, and one is asked at a time: in a turn each answers once, for the rung below it and the
+one above it. Where they are asked the same, they get the same pictures. An idle server of ours launches nothing: its
+engine and its stages wait for work, and the launcher's pings, every five seconds, are no work. So the GPU has no reason
+to switch to it. MPS is no matter of the machine here: each server with MPS has a daemon of its own, and those of the
+rungs below use none. Where two servers or two daemons do not go together, --together 1 starts each for its turn by
+itself (each turn then takes two starts).
 The rungs go from the top down, for the server in 4 bits keeps a second copy of its weights only while half of the card
 is free.
 
@@ -207,7 +208,7 @@ def check(name: str, notes: Mapping[str, Any]) -> None:
 
 
 def measure_speed(group: list[Pair], sides: Sides, options: argparse.Namespace) -> None:
-    """Pairs of a few servers: each turn asks all of them, each for all that it is in."""
+    """Pairs of a few servers, by the number in flight: each turn asks all of them, each for all that it is in."""
     wanted = servers(group) if options.together > 1 else []
     for name in wanted:
         sides.reach(name, wanted)  # from the top down, while half of the card is free
@@ -218,18 +219,19 @@ def measure_speed(group: list[Pair], sides: Sides, options: argparse.Namespace) 
         job = replace(job, concurrency=1 if flight == "one" else options.in_flight or job.concurrency)
         return ways.setdefault((name, str(job)), partial(sides.ask, name, wanted, job))
 
-    cells = [(pair, flight) for pair in group for flight in options.flights]
-    compared = {}
-    for pair, flight in cells:
-        both = (way(pair, name, flight) for name in (pair.rung, pair.below))
-        compared[f"{pair.rung} over {pair.below}, {pair.kind}, {flight}"] = turns.Comparison(*both, WORTH[flight])
     try:
-        turns.compare(compared, options.seconds)
+        for flight in options.flights:  # one after the other, so that little time lies between the sides of a pair
+            compared = {}
+            for pair in group:
+                both = (way(pair, name, flight) for name in (pair.rung, pair.below))
+                name = f"{pair.rung} over {pair.below}, {pair.kind}, {flight}"
+                compared[name] = turns.Comparison(*both, WORTH[flight])
+            turns.compare(compared, options.seconds / len(options.flights))
+            for pair, each in zip(group, compared.values()):
+                add(options.results, **line(pair, flight, each))
     except Exception:
         sides.close()  # a server that failed is not the next ones'
         raise
-    for cell, each in zip(cells, compared.values()):
-        add(options.results, **line(*cell, each))
 
 
 WORTH: dict[str, Callable[[Turn], float]] = {"many": lambda turn: turn.req_s, "one": lambda turn: 1 / turn.p50}
