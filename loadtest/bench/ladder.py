@@ -90,8 +90,8 @@ RECALL_IN_FLIGHT = 16
 LEAST_ANSWERS = 24
 """Of a turn, where five rounds of what is in flight are fewer."""
 WARM_UP = 16
-"""Requests, or three rounds of them, before a server's first turn of a job: what is compiled or allocated late would
-make that turn an outlier, for which few others make up."""
+"""Requests, or three rounds of them, before a server's first turn of a job: with what is compiled or allocated late,
+that turn would be an outlier, for which few others make up."""
 
 
 def add(file: Path, **line: Any) -> None:
