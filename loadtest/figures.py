@@ -2,7 +2,7 @@
 
 A benchmark prints its lines; record.py keeps the newest of each metric in results/metrics.jsonl: a line of what the
 figures of one run have in common (RUN), and behind it a line of each. The documents' tables are generated from that
-file (report.py).
+file (report.py). The first lines are the sets of versions, by a name of their own, for there are few.
 """
 
 import datetime
@@ -12,6 +12,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import metadata
@@ -64,24 +65,34 @@ def read(file: Path = RESULTS) -> dict[str, dict[str, Any]]:
     """The kept figures by their metrics, each with what its run has in common."""
     found: dict[str, dict[str, Any]] = {}
     run: dict[str, Any] = {}
+    sets: dict[str, dict[str, str]] = {}
     for line in file.read_text().splitlines():
         part = json.loads(line)
         if "metric" in part:
             found[part["metric"]] = part | run
+        elif "set" in part:
+            sets[part["set"]] = part["versions"]
         else:
-            run = part
+            run = part | {"versions": sets[part["versions"]]}
     return found
 
 
 def write(figures: Iterable[Mapping[str, Any]], file: Path = RESULTS) -> None:
     """Keeps these, in the order of their runs' first ones."""
+    sets: dict[str, str] = {}
     runs: dict[str, list[str]] = {}
     for figure in figures:
         own = {name: value for name, value in figure.items() if name not in RUN and value is not None}
-        run = json.dumps({name: figure[name] for name in RUN}, separators=(",", ":"))
-        runs.setdefault(run, []).append(json.dumps(own, separators=(",", ":")))
+        name = f"{zlib.crc32(json.dumps(figure['versions']).encode()):08x}"
+        sets[name] = _line({"set": name, "versions": figure["versions"]})
+        run = _line({**{name: figure[name] for name in RUN}, "versions": name})
+        runs.setdefault(run, []).append(_line(own))
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(f"{line}\n" for run, lines in runs.items() for line in (run, *lines)))
+    file.write_text("".join([*sets.values(), *(line for run, lines in runs.items() for line in (run, *lines))]))
+
+
+def _line(part: Mapping[str, Any]) -> str:
+    return json.dumps(part, separators=(",", ":")) + "\n"
 
 
 def rounded(value: float) -> str:

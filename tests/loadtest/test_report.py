@@ -56,7 +56,7 @@ def test_a_figure_takes_the_place_of_the_one_before_and_other_lines_pass(monkeyp
     for figure in (first, other, newer):
         assert recorded(monkeypatch, "python bench.py", json.dumps(figure)) == 0
     assert [*figures.read(results[0]).values()] == [other, newer]
-    assert [*map(len, map(json.loads, results[0].read_text().splitlines()))] == [len(figures.RUN), 3, 3]  # of one run
+    assert [*map(len, map(json.loads, results[0].read_text().splitlines()))] == [2, len(figures.RUN), 3, 3]
     assert "python bench.py" in capsys.readouterr().out and results[1] == [1, 1, 1]
 
 
