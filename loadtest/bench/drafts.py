@@ -15,7 +15,8 @@ servers side by side on shares of a GPU, in turns until the ratio is known; no t
 `parse`, `acceptance` and the place `pages` read pages.pdf, which `drafts_pages` makes, and refuse another. On the CPU
 (`--gpus ""`) figures are `trial.*`, but those of `parse` and `acceptance`, which are of the default document model.
 
-On an H200 `json` and `off_cost` take 5 to 7 minutes, `exact` 3 a place, `acceptance` 3, `replay` 6; `parse` takes 10 on
+On an H200 `json` and `off_cost` take 5 to 7 minutes, `exact` 3 a place, `acceptance` 3, `replay` 6 for each of
+`--kinds`, or as long as `--seconds` lets it; `parse` takes 10 on
 two cores.
 """
 
@@ -189,7 +190,7 @@ def main() -> int:
     parser.add_argument("--pages", type=Path, default=Path("pages.pdf"), help="what drafts_pages makes")
     parser.add_argument("--accepted", type=Path, default=Path("drafts.zip"), help="what acceptance writes for replay")
     parser.add_argument("--loads", nargs="+", default=["c10", "saturated"], help="replay")
-    parser.add_argument("--kind", default="", help="replay: of crops, one alone")
+    parser.add_argument("--kinds", nargs="+", default=[""], help="replay: of crops, each alone; '': all of them")
     options = parser.parse_args()
     module, function = PARTS[options.part]
     return getattr(import_module(module), function)(options) or 0

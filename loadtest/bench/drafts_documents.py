@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,34 +51,36 @@ class Asked(NamedTuple):
     case: Case
 
 
-def page_requests(pdf: Path, count: int) -> Iterator[tuple[Image.Image, list[Asked]]]:
-    """Of the first pages of the set: each as it is rendered, and what is asked about it, the layout first."""
+def page_requests(pdf: Path, count: int) -> list[list[Asked]]:
+    """What is asked about each of the first pages of the set, the layout first; prepared on all cores."""
+    drafts_pages.check(pdf)
+    with ProcessPoolExecutor() as pool:
+        return list(pool.map(partial(asked_about, pdf), range(count)))
+
+
+def asked_about(pdf: Path, number: int) -> list[Asked]:
+    """What is asked about one page."""
     from document_samples import read_blocks, thousandths
 
     import pages
 
-    drafts_pages.check(pdf)
     document = open_document(pdf)
-    for number in range(count):
-        page, picture = pages.sample(drafts_pages.FIRST + number, "heldout"), document.render(number, replay_set.DPI)
-        asked, text = [("layout", Request("[layout]", 0))], document.text(number)
-        for block in read_blocks(page):
-            kind, box = block.kind if block.kind in CLIENT.kinds else "[default]", thousandths(block.box, page)
-            draft = text and text.draft(block.kind, [side / 1000 for side in box])
-            asked.append((block.kind, Request(kind, 0, box, draft or "")))
-        ends = {"ignore_eos": False, "max_tokens": 2048}
-        yield (
-            picture,
-            [
-                Asked(
-                    kind,
-                    each,
-                    Case("pages", CLIENT.messages(each, CLIENT.picture(picture, each)), CLIENT.sampling(each) | ends),
-                )
-                for kind, each in asked
-            ],
-        )
+    page, picture = pages.sample(drafts_pages.FIRST + number, "heldout"), document.render(number, replay_set.DPI)
+    asked, text = [("layout", Request("[layout]", 0))], document.text(number)
     document.close()
+    for block in read_blocks(page):
+        kind, box = block.kind if block.kind in CLIENT.kinds else "[default]", thousandths(block.box, page)
+        draft = text and text.draft(block.kind, [side / 1000 for side in box])
+        asked.append((block.kind, Request(kind, 0, box, draft or "")))
+    ends = {"ignore_eos": False, "max_tokens": 2048}
+    return [
+        Asked(
+            kind,
+            each,
+            Case("pages", CLIENT.messages(each, CLIENT.picture(picture, each)), CLIENT.sampling(each) | ends),
+        )
+        for kind, each in asked
+    ]
 
 
 def marks(draft: Sequence[int], answer: Sequence[int]) -> str:
@@ -104,13 +107,17 @@ def run_acceptance(options: argparse.Namespace) -> None:
     pages with the marks for :func:`run_replay`."""
     from tessera.prompt.tokenizer import Tokenizer
 
-    tokenizers, count = [Tokenizer.from_folder(folder) for folder in (DOCUMENTS, MINERU)], pages_of(options)
-    found: dict[str, list[list[str]]] = defaultdict(list)
+    tokenizers = [Tokenizer.from_folder(folder) for folder in (DOCUMENTS, MINERU)]
+    asked, found = page_requests(options.pages, pages_of(options)), defaultdict[str, list[list[str]]](list)
+    with serve(drafting(options, DOCUMENTS)[0]) as server:
+        cases = [each.case for page in asked for each in page]
+        answers = iter(ask_all(server.grpc, cases, options.in_flight))
 
-    def read(server: Running) -> Iterator[tuple[Page, Image.Image]]:
-        for number, (picture, asked) in enumerate(tqdm(page_requests(options.pages, count), "pages", count)):
+    def read() -> Iterator[tuple[Page, Image.Image]]:
+        document = open_document(options.pages)
+        for number, page in enumerate(tqdm(asked, "pages")):
             requests = []
-            for each, answer in zip(asked, ask_all(server.grpc, [each.case for each in asked], options.in_flight)):
+            for each, answer in zip(page, answers):
                 texts = each.request.draft, answer.text
                 own = [marks(*(tokenizer.encode(text, special=False) for text in texts)) for tokenizer in tokenizers]
                 kinds = ("all", each.kind, "hard_pages" if drafts_pages.hard(number) else "plain_pages")
@@ -118,13 +125,13 @@ def run_acceptance(options: argparse.Namespace) -> None:
                     found[kind].append(own)
                 carried = "".join(f" {mark}" for mark in own[1]) if texts[0] else ""
                 requests.append(replace(each.request, tokens=len(own[1]) + 1, draft=carried))
-            yield Page(f"page {number}", tuple(requests)), picture
+            yield Page(f"page {number}", tuple(requests)), document.render(number, replay_set.DPI)
+        document.close()
 
-    with serve(drafting(options, DOCUMENTS)[0]) as server:
-        replay_set.write(options.accepted, CLIENT, read(server))
+    replay_set.write(options.accepted, CLIENT, read())
     for kind, pairs in found.items():
         characters, tokens = (summed(side) for side in zip(*pairs))
-        about = {"answers": len(pairs), "pages": count, "of_characters": characters, "of_tokens": tokens}
+        about = {"answers": len(pairs), "pages": len(asked), "of_characters": characters, "of_tokens": tokens}
         name = figure_name(options, f"acceptance.{kind}.characters").removeprefix("trial.")
         figures.emit(name, characters["between"], "characters", **about)
 
@@ -135,31 +142,29 @@ def pages_of(options: argparse.Namespace) -> int:
 
 def run_replay(options: argparse.Namespace) -> None:
     """Pages of MinerU2.5's shape in turns, with the drafts as they were accepted; with one kind of crops alone."""
+    pages = len(ReplaySet(options.accepted).pages)
     with tempfile.TemporaryDirectory(prefix="tessera-drafts-") as place:
-        folder, path = Path(place), Path(place, "set.zip")
-        whole, kinds = ReplaySet(options.accepted), ("[layout]", options.kind)
-        kept = [replace(page, requests=tuple(each for each in page.requests if not options.kind or each.kind in kinds))
-                for page in whole.pages]  # fmt: skip
-        replay_set.write(path, whole.client, ((page, whole.picture(number)) for number, page in enumerate(kept)))
-        replay.encode_all(path, folder, len(kept))
-        repository = folder / "model_repository"
+        repository = Path(place, "model_repository")
         shutil.copytree(figures.ROOT / "model_repository", repository, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copyfile(STAGE, repository / "language_model" / "1" / "model.py")
+        replay.encode_all(options.accepted, Path(place), pages)
 
         def read(load: replay.Load, server: Running, seed: int) -> Taken:
             load = replace(load, pages=options.in_flight or load.pages)
-            reader = replay.Reader(
-                partial(replay.connection, Target("tessera", server.grpc), True), path, folder, load, seed
-            )
-            pages, gpus = replay.pages_of_a_run(load, 0), setup(options).gpus
-            return drive(reader.prepare, load.pages, pages, options.processes, gpus, server.metrics)
+            connect = partial(replay.connection, Target("tessera", server.grpc), True)
+            reader = replay.Reader(connect, options.accepted, Path(place), load, seed)
+            count, gpus = replay.pages_of_a_run(load, 0), setup(options).gpus
+            return drive(reader.prepare, load.pages, count, options.processes, gpus, server.metrics)
 
+        asked = {
+            f"{kind.strip('[]')}." * bool(kind) + name: partial(read, replace(replay.LOADS[name], kind=kind))
+            for kind in options.kinds
+            for name in options.loads
+        }
         with both(options, options.checkpoint or MINERU, repository) as servers:
-            asked = {name: partial(read, replay.LOADS[name]) for name in options.loads}
             for name, found in turns(options, servers, asked).items():
-                kind = f"{options.kind}." * bool(options.kind)
-                about = {"what": "accepted as measured, random weights", "pages": len(kept)}
-                emit(options, f"pages.{kind}{name}.ratio", found, **about)
+                about = {"what": "accepted as measured, random weights", "pages": pages}
+                emit(options, f"pages.{name}.ratio", found, **about)
 
 
 class Parsed(NamedTuple):

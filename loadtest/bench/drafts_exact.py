@@ -9,12 +9,13 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import zip_longest
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+from itertools import chain, zip_longest
 from math import inf
 from random import Random
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import figures
 import numpy as np
@@ -25,6 +26,9 @@ from serving import DEFAULT_CHECKPOINT, Running, serve
 
 from bench.drafts import DOCUMENTS, SCHEMA, drafting, figure_name
 from tessera_client import Answer, Client, Retry
+
+if TYPE_CHECKING:
+    from scene.heldout import HeldoutItem
 
 sys.path.append(str(figures.ROOT / "build" / "default_model"))
 PLACES = {
@@ -98,24 +102,33 @@ def random_schema(dice: Random, depth: int = 0) -> dict[str, Any]:
     return {"type": kind} if kind in ("boolean", "null") else {"type": "string", "maxLength": dice.randint(1, 24)}
 
 
-def rooms(counts: Counter[str]) -> Iterator[Case]:
-    """This many of each group, about held-out pictures."""
+def rooms(counts: Counter[str]) -> list[Case]:
+    """This many of each group, about held-out pictures, drawn on all cores."""
     import scene
 
-    for number, item in enumerate(scene.heldout()[: max(counts.values())]):
-        room, seed = scene.sample(item.scene_seed, "heldout"), {"seed": number}
-        picture, warm = scene.encode_jpeg(room), {"temperature": 0.8} | seed if number % 2 else {}
-        schema, other = random_schema(Random(number)), OPTIONS[number % len(OPTIONS)]
-        asked: dict[str, tuple[str, dict[str, Any]]] = {
-            "questions": (item.question, {"json_schema": ANSWER, "max_tokens": 64}),
-            "schemas": (item.question, {"json_schema": schema, "max_tokens": 200} | warm),
-            "sampled": (DESCRIBE, {"json_schema": SCHEMA, "temperature": 1.0, "max_tokens": 300} | seed),
-            "options": (DESCRIBE, {"max_tokens": 120, "max_tiles": 1, "draft": scene.describe(room)} | seed | other),
-        }
-        for group, (text, options) in asked.items():
-            if number < counts[group]:
-                content = [{"type": "image", "image": picture}, {"type": "text", "text": text}]
-                yield Case(group, [{"role": "user", "content": content}], options)
+    with ProcessPoolExecutor() as pool:
+        return list(chain(*pool.map(partial(room, counts), scene.heldout()[: max(counts.values())], chunksize=8)))
+
+
+def room(counts: Mapping[str, int], item: "HeldoutItem") -> list[Case]:
+    """What is asked about one of them: a case of each group that is so large."""
+    import scene
+
+    number, seed, drawn = item.index, {"seed": item.index}, scene.sample(item.scene_seed, "heldout")
+    picture, warm = scene.encode_jpeg(drawn), {"temperature": 0.8} | seed if number % 2 else {}
+    schema, other = random_schema(Random(number)), OPTIONS[number % len(OPTIONS)]
+    asked: dict[str, tuple[str, dict[str, Any]]] = {
+        "questions": (item.question, {"json_schema": ANSWER, "max_tokens": 64}),
+        "schemas": (item.question, {"json_schema": schema, "max_tokens": 200} | warm),
+        "sampled": (DESCRIBE, {"json_schema": SCHEMA, "temperature": 1.0, "max_tokens": 300} | seed),
+        "options": (DESCRIBE, {"max_tokens": 120, "max_tiles": 1, "draft": scene.describe(drawn)} | seed | other),
+    }
+    content = {"type": "image", "image": picture}
+    return [
+        Case(group, [{"role": "user", "content": [content, {"type": "text", "text": text}]}], options)
+        for group, (text, options) in asked.items()
+        if number < counts[group]
+    ]
 
 
 def ask_all(addresses: Sequence[str], cases: Sequence[Case], in_flight: int | None) -> list[Answer]:
@@ -169,17 +182,17 @@ def cases_of(name: str, options: argparse.Namespace) -> list[Case]:
 
     counts = Counter({group: round(options.share * count) for group, count in PLACES[name][1].items()})
     if not counts["pages"]:
-        return list(rooms(counts))
-    return [asked.case for _, page in page_requests(options.pages, counts["pages"]) for asked in page]
+        return rooms(counts)
+    return [asked.case for page in page_requests(options.pages, counts["pages"]) for asked in page]
 
 
 def run(options: argparse.Namespace) -> int:
     """Asks a server with drafts, then one without, and emits what differs; 1 where anything does."""
     differ = 0
-    for name in options.places:
+    asked = {name: cases_of(name, options) for name in options.places}  # before a client is: its library hates a fork
+    for name, cases in asked.items():
         checkpoint = options.checkpoint or PLACES[name][0]
         above, below = drafting(options, checkpoint, SMALL_POOL if name == "small_pool" else {})
-        cases = cases_of(name, options)
         if not options.gpus:  # where nothing may differ, half of them need not tell why
             cases[::2] = [case._replace(options=case.options | {"logprobs": None}) for case in cases[::2]]
         others = [case._replace(options=case.options | {"seed": OTHER_SEEDS + number})
@@ -187,7 +200,7 @@ def run(options: argparse.Namespace) -> int:
         with serve(above) as server:
             on, notes = ask_all(server.grpc, cases, options.in_flight), proposals(server)
         with serve(below) as server:
-            off, drawn = (ask_all(server.grpc, asked, options.in_flight) for asked in (cases, others))
+            off, drawn = (ask_all(server.grpc, each, options.in_flight) for each in (cases, others))
         differ += report(name, options, cases, list(map(difference, on, off)), notes)
         if drawn:
             sampled = [answer.text for case, answer in zip(cases, on) if case.group == "sampled"]

@@ -23,7 +23,8 @@ GOALS: dict[str, tuple[Claim, ...]] = {
         _claim("", "characters of the default model's answers between two that a page's text layer has not at their "
                "place", "acceptance", "acceptance.*.characters"),
         _claim("2", "pages a second of MinerU2.5's shape, 10 in flight, drafts accepted as measured; with one kind of "
-               "crops", "replay --loads c10", "pages.c10.ratio", "pages.*.c10.ratio"),
+               "crops", "replay --loads c10 --kinds '' '[default]' table equation", "pages.c10.ratio",
+               "pages.*.c10.ratio"),
         _claim("1.15", "the same, 96 pages in flight", "replay --loads saturated", "pages.saturated.ratio"),
         _claim("2", "`tessera parse` by the default model on a CPU", "parse --gpus ''", "cpu.pages.ratio"),
     ),

@@ -73,6 +73,8 @@ class Load:
     pace: float
     """Pages a second on an H200, about: for how long it will take."""
     part: str = ""
+    kind: str = ""
+    """Of the crops that are asked, where not all are."""
     pruned: str = ""
     """Which pictures are without equal groups of patches: crops, or all."""
 
@@ -171,9 +173,10 @@ class Reader:
         with self._begun.get_lock():
             turn = self._begun.value
             self._begun.value += 1
-        ask, count = partial(self._ask, pages, chat, turn), len(pages.pages[in_turn(turn, len(pages.pages))].requests)
+        ask, requests = partial(self._ask, pages, chat, turn), pages.pages[in_turn(turn, len(pages.pages))].requests
+        asked = [number for number, each in enumerate(requests) if number and self._load.kind in ("", each.kind)]
         layout = [] if self._load.part == "crops" else [ask(0)]
-        crops = [] if self._load.part == "layouts" else pool.map(ask, range(1, count))
+        crops = [] if self._load.part == "layouts" else pool.map(ask, asked)
         answers = (*layout, *crops)
         tokens, parts = sum(answer.tokens for answer in answers), sum(answer.parts for answer in answers)
         return Reply(None, tokens, parts, made_of=answers)
