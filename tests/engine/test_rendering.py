@@ -153,6 +153,16 @@ def test_the_token_that_ends_an_answer_has_no_logprob_unless_its_text_is_kept(ke
     assert events[-1].usage.completion_tokens == 3
 
 
+def test_every_token_up_to_a_stop_string_has_its_logprob_when_the_answer_ends_with_it(parts):
+    """As all accepted tokens of a draft come together, and the token that ends the answer too."""
+    request = replace(make_request([1], logprobs=0, stop=["b"]), stream=False)
+    parts.answers.add(request, parts.events.append)
+    step = [(request.number, token, Report(-0.5)) for token in (*b"abc", EOS)]
+    (event,) = parts.take(Progress(step, [End(request.number, "stop")]))
+    assert [entry["text"] for entry in event.logprobs] == ["a", "b"]
+    assert (event.text, event.token_ids, event.usage.completion_tokens) == ("a", list(b"ab"), 2)
+
+
 @pytest.mark.parametrize(
     ("stop", "reason", "least"),
     [(None, "length", 0.25), (None, "stop", 0.25), ("b", None, 2.0), ("c", None, 1.0)],

@@ -169,7 +169,7 @@ class Answers:
         if detokenizer.stopped:
             # What was sampled after the stop string, while the text was not known yet, does not count.
             completion += count - len(tokens)
-            reason, tokens = "stop", tokens[:count]
+            reason, tokens, ended_by_token = "stop", tokens[:count], False
         if reason is not None:
             text += detokenizer.flush()
             if detokenizer.stopped and reason == "length":
