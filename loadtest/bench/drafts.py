@@ -80,7 +80,7 @@ def both(
 ) -> Iterator[tuple[Running, Running]]:
     """The two servers side by side, with drafts and without, each on a share of a GPU's memory."""
     with ExitStack() as stack:
-        setups = drafting(options, checkpoint, {"gpu_memory": "0.42"} if options.gpus else {})
+        setups = drafting(options, checkpoint, {"gpu_memory": "0.46"} if options.gpus else {})
         on, off = (stack.enter_context(serve(replace(each, repository=repository))) for each in setups)
         yield on, off
 
