@@ -74,8 +74,6 @@ def layout_f1(pages: Sequence[Score]) -> float:
 def write_pages(out: Path, count: int, first: int = 0) -> None:
     """pages.pdf of held-out pages from number ``first`` on, scans as large as they were drawn; truth.json has for each
     page its blocks in reading order: kind, box in thousandths, answer."""
-    from document_samples import thousandths
-
     import pages
 
     out.mkdir(parents=True, exist_ok=True)
@@ -83,7 +81,8 @@ def write_pages(out: Path, count: int, first: int = 0) -> None:
     pictures = [Image.fromarray(page.picture) for page in chosen]
     pictures[0].save(out / "pages.pdf", save_all=True, append_images=pictures[1:], resolution=DOTS_PER_INCH, quality=92)
     truth = [
-        [{"type": b.kind, "box": thousandths(b.box, page), "content": b.answer} for b in page.blocks] for page in chosen
+        [{"type": b.kind, "box": pages.thousandths(b.box, page), "content": b.answer} for b in page.blocks]
+        for page in chosen
     ]
     (out / "truth.json").write_text(json.dumps(truth, indent=1, ensure_ascii=False) + "\n")
 

@@ -1,7 +1,6 @@
 """From pages to what the model is asked and answers: crops as MinerU's client cuts them, answers in its grammar."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -11,7 +10,7 @@ from document_tokens import ChatTokens
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from pages import KINDS, NOT_READ, Block, Box, Page
+from pages import KINDS, Block, Box, Page, thousandths
 
 PATCH, MERGE = 14, 2
 GROUP = PATCH * MERGE
@@ -27,14 +26,6 @@ TARGETS = 3
 def step_of(kind: str) -> str:
     """Which of the prompts a block of this kind is read with."""
     return kind if kind in ("table", "equation") else "text"
-
-
-def thousandths(box: Box, page: Page) -> tuple[int, int, int, int]:
-    """The box as an answer states it: 0..999 of width and height, no side of no length."""
-    height, width = page.picture.shape
-    left, top = (min(998, max(0, round(1000 * side / size))) for side, size in zip(box[:2], (width, height)))
-    right, bottom = (min(999, max(0, round(1000 * side / size))) for side, size in zip(box[2:], (width, height)))
-    return left, top, max(right, left + 1), max(bottom, top + 1)
 
 
 def layout_answer(page: Page) -> str:
@@ -168,8 +159,3 @@ def block_sample(page: Page, picture: Image.Image, block: Block, tokens: ChatTok
     patches, places = patched(prepared.picture)
     dense = glyph_targets(block, prepared, tokens)[tuple(places.T)]
     return Sample(step_of(block.kind), block.kind, patches, places, tokens.answer(block.answer), dense)
-
-
-def read_blocks(page: Page) -> Sequence[Block]:
-    """Those whose crops are asked for."""
-    return [block for block in page.blocks if block.kind not in NOT_READ and block.answer]

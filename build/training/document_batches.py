@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 import torch
-from document_samples import TARGETS, Sample, block_sample, layout_sample, read_blocks
+from document_samples import TARGETS, Sample, block_sample, layout_sample
 from document_tokens import IMAGE_PAD, PAD, ChatTokens
 from feed import Feed, Item
 from PIL import Image
@@ -142,7 +142,7 @@ def batch(number: int, plan: Plan, tokens: ChatTokens) -> list[Chunk]:
         if used >= plan.patches:
             continue
         picture = Image.fromarray(page.picture)
-        for block in read_blocks(page):
+        for block in pages.read_blocks(page):
             if used >= plan.patches:
                 break
             sample = block_sample(page, picture, block, tokens, dice)

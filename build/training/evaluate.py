@@ -29,7 +29,7 @@ from answer_sheet import RIGHT, WRONG, Entry, write
 from checkpoints import DOCUMENTS, IM_END, PAD
 from document_batches import PENALTIES, prompt
 from document_network import IMAGE_MEAN, IMAGE_STD
-from document_samples import Sample, block_sample, layout_sample, read_blocks
+from document_samples import Sample, block_sample, layout_sample
 from document_tokens import IMAGE_PAD, ChatTokens
 from figures import emit
 from PIL import Image, ImageDraw
@@ -51,7 +51,7 @@ def page_samples(seed: int) -> list[Sample]:
     picture = Image.fromarray(page.picture)
     return [
         layout_sample(page, tokens),
-        *(block_sample(page, picture, block, tokens, None) for block in read_blocks(page)),
+        *(block_sample(page, picture, block, tokens, None) for block in pages.read_blocks(page)),
     ]
 
 

@@ -60,16 +60,14 @@ def page_requests(pdf: Path, count: int) -> list[list[Asked]]:
 
 def asked_about(pdf: Path, number: int) -> list[Asked]:
     """What is asked about one page."""
-    from document_samples import read_blocks, thousandths
-
     import pages
 
     document = open_document(pdf)
     page, picture = pages.sample(drafts_pages.FIRST + number, "heldout"), document.render(number, replay_set.DPI)
     asked, text = [("layout", Request("[layout]", 0))], document.text(number)
     document.close()
-    for block in read_blocks(page):
-        kind, box = block.kind if block.kind in CLIENT.kinds else "[default]", thousandths(block.box, page)
+    for block in pages.read_blocks(page):
+        kind, box = block.kind if block.kind in CLIENT.kinds else "[default]", pages.thousandths(block.box, page)
         draft = text and text.draft(block.kind, [side / 1000 for side in box])
         asked.append((block.kind, Request(kind, 0, box, draft or "")))
     ends = {"ignore_eos": False, "max_tokens": 2048}

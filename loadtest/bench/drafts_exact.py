@@ -37,7 +37,7 @@ PLACES = {
     "pages": (DOCUMENTS, {"pages": 200}),
 }
 """A model, and how many requests of each group it is asked."""
-SMALL_POOL = {"language_model.kv_cache_bytes": str(1 << 20)}
+SMALL_POOL = {"language_model.kv_cache_bytes": str(1 << 20), "language_model.max_model_len": "512"}
 """Holds a few of the sequences that run."""
 ANSWER = {
     "type": "object",
@@ -132,8 +132,9 @@ def room(counts: Mapping[str, int], item: "HeldoutItem") -> list[Case]:
 
 
 def ask_all(addresses: Sequence[str], cases: Sequence[Case], in_flight: int | None) -> list[Answer]:
-    """Their answers, 64 or this many at a time, with log probabilities unless they say otherwise."""
-    usual, retry = {"temperature": 0, "logprobs": 0}, Retry(attempts=1)
+    """Their answers, 64 or this many at a time, with log probabilities unless they say otherwise. Who comes when too
+    many grammars wait to be compiled comes again."""
+    usual, retry = {"temperature": 0, "logprobs": 0}, Retry.patient()
     with (
         Client(list(addresses), timeout=PATIENCE_S, retry=retry) as client,
         ThreadPoolExecutor(in_flight or 64) as pool,
@@ -201,7 +202,10 @@ def run(options: argparse.Namespace) -> int:
             on, notes = ask_all(server.grpc, cases, options.in_flight), proposals(server)
         with serve(below) as server:
             off, drawn = (ask_all(server.grpc, each, options.in_flight) for each in (cases, others))
-        differ += report(name, options, cases, list(map(difference, on, off)), notes)
+            found, noise = list(map(difference, on, off)), list[Difference]()
+            if any(each.place is not None for each in found):
+                noise = list(map(difference, off, ask_all(server.grpc, cases[::-1], options.in_flight)[::-1]))
+        differ += report(name, options, cases, found, noise, notes)
         if drawn:
             sampled = [answer.text for case, answer in zip(cases, on) if case.group == "sampled"]
             likely = least_probability(sampled, [answer.text for answer in drawn])
@@ -221,22 +225,36 @@ def report(
     options: argparse.Namespace,
     cases: Sequence[Case],
     found: Sequence[Difference],
+    noise: Sequence[Difference],
     notes: Mapping[str, Any],
 ) -> int:
-    """Emits, and returns, how many answers differ. On a GPU greedy ones may where two tokens are near: these
-    count apart, as sampled ones do, whose distribution is looked at instead. On the CPU none may."""
-    groups, apart = Counter[str](), {"near_ties": 0, "sampled": 0}
+    """Emits, and returns, how many answers differ; beside them (``undrafted``) how many do if the server without drafts
+    is asked again in another order, by ``noise``."""
     for number, (case, each) in enumerate(zip(cases, found)):
-        if each.place is None:
-            continue
+        if each.place is not None:
+            shown = {name: value for name, value in case.options.items() if name != "draft"}
+            print(f"{case.group} {number}: {each} {shown!s:.200}", file=sys.stderr, flush=True)
+    about = {"asked": dict(Counter(case.group for case in cases)), **tallied(cases, found, options), **notes}
+    if noise:
+        about["undrafted"] = tallied(cases, noise, options)
+    total = sum(about["differ"].values())
+    figures.emit(figure_name(options, f"differences.{place}"), total, "answers", None, 0, **about)
+    return total
+
+
+def tallied(cases: Sequence[Case], found: Sequence[Difference], options: argparse.Namespace) -> dict[str, Any]:
+    """How many differ. On a GPU greedy ones may where two tokens are near: these count apart, as sampled ones do,
+    whose distribution is looked at instead. On the CPU none may, nor where the server keeps all bits."""
+    groups, apart = Counter[str](), {"near_ties": 0, "sampled": 0}
+    exact = not options.gpus or "deterministic=on" in options.settings
+    for case, each in zip(cases, found):
         kind = "sampled" if case.options.get("temperature") else "near_ties" if each.gap < NEAR else ""
-        if options.gpus and kind:
+        if each.place is not None and kind and not exact:
             apart[kind] += 1
-        else:
+        elif each.place is not None:
             groups[case.group] += 1
-        shown = {name: value for name, value in case.options.items() if name != "draft"}
-        print(f"{case.group} {number}: {each} {shown!s:.200}", file=sys.stderr, flush=True)
-    about = {"asked": dict(Counter(case.group for case in cases)), "differ": dict(groups), **apart, **notes}
-    about["most_logprobs_differ"] = round(max((each.off for each in found), default=0.0), 6)
-    figures.emit(figure_name(options, f"differences.{place}"), groups.total(), "answers", None, 0, **about)
-    return groups.total()
+    return {
+        "differ": dict(groups),
+        **apart,
+        "most_logprobs_differ": round(max((each.off for each in found), default=0.0), 6),
+    }

@@ -8,7 +8,7 @@ import numpy as np
 import pypdfium2
 import pytest
 from demo_documents import write_pages
-from document_samples import block_sample, cut, glyph_targets, layout_answer, patched, read_blocks, thousandths
+from document_samples import block_sample, cut, glyph_targets, layout_answer, patched
 from document_tokens import CELLS, ChatTokens
 from mineru_vl_utils.mineru_client import MinerUClient
 from mineru_vl_utils.post_process.otsl2html import convert_otsl_to_html
@@ -89,7 +89,7 @@ def test_minerus_parser_reads_the_layout(found: list[pages.Page], helper) -> Non
         assert [block.type for block in blocks] == [block.kind for block in page.blocks]
         for block, own in zip(blocks, page.blocks, strict=True):
             assert block.angle == 0
-            assert block.bbox == [side / 1000 for side in thousandths(own.box, page)]
+            assert block.bbox == [side / 1000 for side in pages.thousandths(own.box, page)]
 
 
 def test_crops_are_those_of_minerus_client(found: list[pages.Page], helper) -> None:
@@ -107,7 +107,7 @@ def test_crops_are_those_of_minerus_client(found: list[pages.Page], helper) -> N
             assert values.shape == own.patches.shape
             assert np.abs(values * 255 - own.patches).max() < 1.01
             compared += 1
-        assert compared == len([b for b in read_blocks(page) if b.kind != "table"])
+        assert compared == len([b for b in pages.read_blocks(page) if b.kind != "table"])
 
 
 def test_tables_become_html(found: list[pages.Page]) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from document_samples import thousandths
 from mineru_vl_utils.structs import ContentBlock
 from PIL import Image
 
@@ -110,7 +109,7 @@ def test_true_boxes_of_rendered_pages_stay_and_shifted_ones_get_their_letters_ba
     for seed in range(2):
         sample = pages.sample(seed, "heldout")
         kinds = [block.kind for block in sample.blocks]
-        true = [thousandths(block.box, sample) for block in sample.blocks]
+        true = [pages.thousandths(block.box, sample) for block in sample.blocks]
         assert moved(sample.picture, *true, kinds=kinds) == true
         for number, ((left, top, right, bottom), kind) in enumerate(zip(true, kinds)):
             for shift in (-4, 4) if kind not in ("table", "image", "equation") else ():

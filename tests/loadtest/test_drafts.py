@@ -88,12 +88,14 @@ def test_where_two_answers_part() -> None:
 def test_only_greedy_near_ties_and_sampled_answers_count_apart_and_only_on_a_gpu(printed: Any) -> None:
     cases = [Case("a", [], {}), Case("a", [], {}), Case("b", [], {"temperature": 1.0}), Case("b", [], {})]
     found = [Difference(3, 0.04, 0.0), Difference(3, 0.06, 0.5), Difference(3, 0.01, 0.0), Difference(None, 0.0, 0.1)]
-    for gpus, differ in (("0", {"a": 1}), ("", {"a": 2, "b": 1})):
-        options = argparse.Namespace(gpus=gpus, label="", below=None)
-        drafts_exact.report("rooms", options, cases, found, {})
+    differ, every = {"a": 1}, {"a": 2, "b": 1}
+    for gpus, settings, expected in (("0", [], differ), ("", [], every), ("0", ["deterministic=on"], every)):
+        options = argparse.Namespace(gpus=gpus, settings=settings, label="", below=None)
+        drafts_exact.report("rooms", options, cases, found, found[:1], {})
         (line,) = printed().values()
-        assert (line["value"], line["differ"], line["most_logprobs_differ"]) == (sum(differ.values()), differ, 0.5)
-        assert (line["near_ties"], line["sampled"]) == ((1, 1) if gpus else (0, 0))
+        assert (line["value"], line["differ"]) == (sum(expected.values()), expected)
+        assert (line["near_ties"], line["sampled"]) == ((1, 1) if expected == differ else (0, 0))
+        assert line["most_logprobs_differ"] == 0.5 and line["undrafted"]["near_ties"] == (expected == differ)
         assert line["metric"] == "trial." * (not gpus) + "drafts.differences.rooms"
 
 

@@ -12,7 +12,7 @@ from answer_sheet import RIGHT, WRONG, write
 from checkpoints import DOCUMENTS
 from document_batches import PENALTIES, Plan, batch, chunk
 from document_network import LOOKING, embedded, image_rows, looks, patch_states, text_states
-from document_samples import Sample, block_sample, layout_sample, read_blocks, thousandths
+from document_samples import Sample, block_sample, layout_sample
 from document_tokens import ChatTokens
 from document_trainer import penalised
 from evaluate import HeldOut, failures, inputs, write_failures
@@ -142,7 +142,7 @@ def test_targets_of_a_layout_are_where_blocks_begin_end_and_cover() -> None:
         assert grid[int((top + bottom) / 2), int((left + right) / 2), 0] == number
         assert grid[int(top), int(left), 1] and grid[int(bottom), int(right), 2]
         kind, *box = sample.blocks[number].tolist()
-        assert pages.KINDS[kind - 1] == block.kind and tuple(box) == thousandths(block.box, page)
+        assert pages.KINDS[kind - 1] == block.kind and tuple(box) == pages.thousandths(block.box, page)
     assert grid[..., 1].sum() <= len(page.blocks) and grid[0, 0, 0] == 0 and not sample.blocks[0].any()
 
 
@@ -188,7 +188,7 @@ def test_held_out_answers_keep_their_order(model: Qwen2VLForConditionalGeneratio
     picture_page = pages.sample(4, "heldout")
     picture = Image.fromarray(picture_page.picture)
     held_out.samples = [
-        block_sample(picture_page, picture, block, TOKENS, None) for block in read_blocks(picture_page)[:5]
+        block_sample(picture_page, picture, block, TOKENS, None) for block in pages.read_blocks(picture_page)[:5]
     ]
 
     def answered(self, model, indices, device):

@@ -3,10 +3,10 @@
 from random import Random
 
 from pages.composition import Composer
-from pages.page import KINDS, NOT_READ, Block, Box, Page
+from pages.page import KINDS, Block, Box, Page, read_blocks, thousandths
 from pages.scanning import scanned
 
-__all__ = ["KINDS", "NOT_READ", "Block", "Box", "Page", "sample"]
+__all__ = ["KINDS", "Block", "Box", "Page", "read_blocks", "sample", "thousandths"]
 
 
 def sample(seed: int, split: str = "train") -> Page:

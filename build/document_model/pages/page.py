@@ -36,3 +36,16 @@ class Page:
 
     picture: np.ndarray
     blocks: list[Block]
+
+
+def read_blocks(page: Page) -> list[Block]:
+    """Those whose crops are asked for."""
+    return [block for block in page.blocks if block.kind not in NOT_READ and block.answer]
+
+
+def thousandths(box: Box, page: Page) -> tuple[int, int, int, int]:
+    """The box as an answer states it: 0..999 of width and height, no side of no length."""
+    height, width = page.picture.shape
+    left, top = (min(998, max(0, round(1000 * side / size))) for side, size in zip(box[:2], (width, height)))
+    right, bottom = (min(999, max(0, round(1000 * side / size))) for side, size in zip(box[2:], (width, height)))
+    return left, top, max(right, left + 1), max(bottom, top + 1)
