@@ -145,7 +145,7 @@ class Completion:
             endings[index] = delta
             own: dict[str, Any] = {}
             if len(endings) == len(readers):
-                self.used = usage([each.usage for each in endings.values()])
+                self.used = usage([endings[place].usage for place in sorted(endings)])
                 own = {"tessera": extras(endings[0])}
             apart = own and self._asked.stream_options and self._asked.stream_options.include_usage
             yield self._chunk(index, {}, self._calls.reason(reason, reader.called), **({} if apart else own))

@@ -195,6 +195,15 @@ def test_several_answers_streamed_whose_usage_is_a_chunk_of_its_own() -> None:
     assert last["choices"] == [] and last["usage"]["total_tokens"] == 14 and last["tessera"]["image_tokens"] == 4
 
 
+def test_cached_tokens_are_the_first_answers_whichever_ends_first() -> None:
+    first, second = (replace(final("."), usage=replace(USAGE, cached_tokens=known)) for known in (4, 8))
+    told = gateway([first], [second]).ask(n=2).json()["usage"]
+    *_, last = events(
+        gateway([Delta("a"), first], [second]).ask(n=2, stream=True, stream_options={"include_usage": True})
+    )
+    assert told["prompt_tokens_details"] == last["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+
+
 def test_one_answer_that_fails_ends_the_others() -> None:
     door = gateway([Unavailable("full")], [Delta("t"), Hang()], [Delta("u"), Hang()])
     assert door.ask(n=3).status_code == 503 and len(door.fake.cancelled) == 2
