@@ -99,8 +99,7 @@ def difference(then: dict[str, Any], now: dict[str, Any]) -> str:
     """The first thing in which two results differ, for people; empty if they do not."""
     if now["answer"] is None:
         return f"no answer now: {now['error']}"
-    pairs = zip_longest(then.get("logprobs") or (), now.get("logprobs") or ()) if "logprobs" in then else ()
-    for place, (one, other) in enumerate(pairs):
+    for place, (one, other) in enumerate(zip_longest(then.get("logprobs") or (), now.get("logprobs") or ())):
         if json.dumps(one) != json.dumps(other):  # which tells -0.0 from 0.0
             return f"token {place}: {_token(one)} then, {_token(other)} now"
     for name in ("answer", "finish_reason", "choices", "cascade"):

@@ -76,6 +76,16 @@ def test_any_bit_is_a_difference_which_is_shown(audited: Any, capsys: Capture, o
     assert lines[1] == "3 answers, 1 of them with log probabilities: 1 differs"
 
 
+def test_log_probabilities_that_are_gone_from_the_results_are_a_difference(
+    audited: Any, tmp_path: Path, capsys: Capture
+) -> None:
+    lines = results(tmp_path / "out.jsonl")
+    kept = [{name: value for name, value in line.items() if name != "logprobs"} for line in lines]
+    (tmp_path / "out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    assert audited(AnsweringServer(**{"How?": told(-1.5, LOGPROB)})) == 1
+    assert "told: token 0: none then, 7 -1.5" in capsys.readouterr().out
+
+
 def test_another_server_is_refused_and_may_be_compared_all_the_same(
     audited: Any, tmp_path: Path, capsys: Capture
 ) -> None:
