@@ -117,7 +117,9 @@ FIELDS = {
     "max_pixels": "mm_processor_kwargs.max_pixels",
 }
 """Of the sampling parameters those that the API has elsewhere; the others are called the same."""
-PARAMETER = re.compile(r"(?:sampling_parameters: )(?!unknown key)([a-z_]+)((?:\.[^\s:]+|\[\d+\])*)")
+PARAMETER = re.compile(
+    r"(?:sampling_parameters: |(?=m(?:in|ax)_pixels ))(?!unknown key)([a-z_]+)((?:\.[^\s:]+|\[\d+\])*)"
+)
 SHAPE = re.compile(r"(json_schema|json_object|regex|choices)()(?= needs? )")
 MESSAGE = re.compile(r"messages(?:\[\d+\](?:\.\w+|\[\d+\])*)?(?=[ :.])")
 PICTURE = re.compile(r"image \d+ ")

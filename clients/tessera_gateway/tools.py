@@ -227,10 +227,11 @@ def shape(request: ChatRequest) -> dict[str, Any]:
 
 
 def names(request: ChatRequest) -> dict[str, str]:
-    """What a refusal is to call the fields that say what the answer must be or is likely to be, by what it calls
-    them."""
-    likely = {FIELDS["draft"]: "prediction"} if request.prediction else {}
-    return likely | _names_of_shape(request)
+    """What a refusal is to call the fields that a request may have in several places, by what it calls them."""
+    own = {FIELDS["draft"]: "prediction"} if request.prediction else {}
+    if not request.mm_processor_kwargs:
+        own |= {FIELDS[name]: f"{FIELDS['tile_policy']}.{name}" for name in ("min_pixels", "max_pixels")}
+    return own | _names_of_shape(request)
 
 
 def _names_of_shape(request: ChatRequest) -> dict[str, str]:

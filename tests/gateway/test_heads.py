@@ -138,6 +138,7 @@ SAVE = {"type": "function", "function": {"name": "save", "parameters": SCHEMA}}
 NAMED = {"type": "function", "function": {"name": "save"}}
 FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 PREDICTION = {"type": "content", "content": "a"}
+PIXELS = {"mm_processor_kwargs": {"min_pixels": 4}}
 RESPONSE: dict[str, Any] = {"input": "?", "max_output_tokens": 1}
 
 
@@ -155,6 +156,13 @@ RESPONSE: dict[str, Any] = {"input": "?", "max_output_tokens": 1}
         ({}, "messages[2].content[0]: role must be one", "messages[2].content[0]", "messages[2].content[0]: role"),
         ({}, "image 3 is a damaged or truncated JPEG", "messages", "image 3 is"),
         ({}, "tile policy name 'x' is unknown", "tessera.tile_policy", "tile policy name"),
+        (
+            PIXELS,
+            "min_pixels means nothing to this model",
+            "mm_processor_kwargs.min_pixels",
+            "min_pixels means nothing",
+        ),
+        ({}, "max_pixels must be a whole number", "tessera.tile_policy.max_pixels", "tile_policy.max_pixels must be"),
         ({}, "the request has no text and no image; send text_input", None, "no image; send messages"),
         ({}, "input 'text_input' is not valid UTF-8 (byte 1)", "messages", "messages is not valid"),
         ({}, "900 prompt tokens and 200 for the answer exceed the context", "messages", "900 prompt tokens"),
