@@ -9,6 +9,7 @@ from fakes.backend import InferenceRequest, Tensor, strings
 
 from tessera.errors import InvalidRequest
 from tessera.tritonserver import tensors
+from tessera.tritonserver.failures import LONGEST, deadline_ns
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -51,6 +52,16 @@ def test_a_key_given_twice_is_refused() -> None:
         sampling(request('{"top_k": 1, "top_k": 2}'))
     with pytest.raises(InvalidRequest, match="'timeout_us' is given twice"):
         sampling(request({"timeout": 2}, {"timeout_us": 3}))
+
+
+@pytest.mark.parametrize(
+    ("of_request", "of_sampling", "microseconds"),
+    [(900, 20, 20), (20, 900, 20), (900, 0, 900), (0, 900, 900), (2**63 - 1, 0, LONGEST)],
+)
+def test_of_two_limits_of_time_the_shorter_counts(of_request: int, of_sampling: int, microseconds: int) -> None:
+    given = InferenceRequest([], timeout=of_request)
+    assert deadline_ns(given, {"timeout_us": of_sampling}, 5) == 5 + 1000 * microseconds
+    assert deadline_ns(InferenceRequest([]), {}, 5) == 0
 
 
 @pytest.mark.parametrize("name", tensors.FLAGS)

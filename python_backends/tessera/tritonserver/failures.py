@@ -57,7 +57,7 @@ LONGEST = 10**15  # microseconds: 31 years
 
 
 def deadline_ns(request: Any, sampling: Mapping[str, Any], received_ns: int) -> int:
-    """When the request's time is up, on time.monotonic_ns's clock; 0 if it has no end.
+    """When the request's time is up, on time.monotonic_ns's clock; 0 if it has no end. Of two times the shorter counts.
 
     Args:
         request: tritonserver's request.
@@ -70,8 +70,8 @@ def deadline_ns(request: Any, sampling: Mapping[str, Any], received_ns: int) -> 
             f"sampling_parameters: {KEY} must be a whole number of microseconds between 0 and {LONGEST}, "
             f"not {given!r:.50}"
         )
-    microseconds = min(request.timeout(), LONGEST) or given
-    return received_ns + 1000 * microseconds if microseconds else 0
+    microseconds = min(filter(None, (request.timeout(), given)), default=0)
+    return received_ns + 1000 * min(microseconds, LONGEST) if microseconds else 0
 
 
 def is_over(deadline: int) -> bool:
