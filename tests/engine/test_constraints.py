@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits
 
 from tessera.engine.structured_output import constraints as constraints_module
-from tessera.engine.structured_output.constraints import Constraints
+from tessera.engine.structured_output.constraints import Constraints, Matcher
 from tessera.engine.structured_output.sequences import ConstrainedSequence, MaskLane
 from tessera.errors import InvalidRequest
 from tessera.prompt import grammar
@@ -122,6 +122,7 @@ def test_what_others_wrote_ends_no_answer(monkeypatch):
         for _ in range(60):
             if one.error is None:
                 one.advance(dice.choice(b"ab"))
+                assert one.mask.any() or one.error
         return one.error
 
     monkeypatch.setattr(grammar, "compiled", narrow)
@@ -171,18 +172,68 @@ def test_how_answers_end():
     assert re.fullmatch("a{3,9}", text)
 
 
+@pytest.mark.parametrize("async_launch", [False, True])
+@pytest.mark.parametrize("drafts", [0, 1, 5])
 @pytest.mark.parametrize("most_beyond", [60.0, -1.0])
-def test_an_answer_that_cannot_go_on_ends_with_the_reason(monkeypatch, most_beyond):
-    """As one that becomes too complex does; also where a slow grammar's fault is found beside the steps."""
+def test_an_answer_that_cannot_go_on_ends_with_the_reason(monkeypatch, most_beyond, drafts, async_launch):
+    """As one that becomes too complex does, behind all that must come before; also where a slow grammar's fault is
+    found beside the steps."""
     monkeypatch.setattr(constraints_module, "_MOST_BEYOND_S", most_beyond)
-    engine, _ = make_engine()
+    engine, _ = make_engine(drafts=drafts, async_launch=async_launch)
     engine._tokenizer.token_bytes = lambda token: bytes([token]) if token < 256 and token != ord("x") else b""
     engine._tokenizer.encode = lambda text, special: []
-    sequence = engine.submit(make_request([1, 2], regex="a[x]|b[x]"))
-    engine.submit(make_request([1, 2], "other", max_tokens=3, ignore_eos=True))
-    last = next(event for event in run(engine) if event.request is sequence.request and event.finish_reason)
-    assert last.finish_reason == "error" and last.error == "regex: no token of the vocabulary can come next"
-    assert engine.metrics.finished == {"error": 1, "length": 1} and engine.metrics.not_finite_logits == 0
+    for form in ("(a|b)[x]", "(a|b)cd[x]"):
+        name = engine.submit(make_request([1, 2], form, regex=form)).request.request_id
+        engine.submit(make_request([1, 2], "other", max_tokens=3, ignore_eos=True))
+        events = run(engine)
+        last = next(event for event in events if event.request.request_id == name and event.finish_reason)
+        assert last.finish_reason == "error" and last.error == "regex: no token of the vocabulary can come next"
+        assert text_of(events, name)[1:] == form.removesuffix("[x]")[5:]
+    assert engine.metrics.finished == {"error": 2, "length": 2} and engine.metrics.not_finite_logits == 0
+
+
+@pytest.mark.parametrize("async_launch", [False, True])
+@pytest.mark.parametrize("drafts", [0, 5])
+def test_a_grammar_found_slow_while_a_step_is_launched_holds_it_up_no_more(monkeypatch, drafts, async_launch):
+    """The places whose masks are missing are run once more, and nothing else changes."""
+
+    def answers():
+        engine, runner = make_engine(num_blocks=200, drafts=drafts, async_launch=async_launch)
+        for n in range(6):
+            engine.submit(make_request([n], f"{n}", max_tokens=60, regex="((ab|cd)[0-9]xyz){4}"))
+        events = run(engine, 20_000)
+        spans = [(sequence, end) for batch in runner.batches for sequence, _, end, samples in batch if samples]
+        return [text_of(events, f"{n}") for n in range(6)], len(spans) - len(set(spans))
+
+    def computed(known, seconds):
+        """Every fifth mask is slow, and then the next three."""
+        known.seconds += 1
+        known.slow_for = known.slow_for - 1 if known.slow_for else 3 * (known.seconds % 5 == 0)
+
+    expected, again = answers()
+    assert not again
+    monkeypatch.setattr(constraints_module._Grammar, "computed", computed)
+    found, again = answers()
+    assert found == expected and again
+
+
+@pytest.mark.parametrize("drafts", [0, 5])
+def test_masks_are_made_while_the_device_computes_what_they_are_for(monkeypatch, drafts):
+    engine, runner = make_engine(drafts=drafts, async_launch=True)
+    launch, make, launching, made = runner.launch, Matcher._make, [False], []
+
+    def launched(batch):
+        launching[0] = True  # the runner's own launches the layers before it asks for any mask
+        result = launch(batch)
+        launching[0] = False
+        return result
+
+    monkeypatch.setattr(runner, "launch", launched)
+    monkeypatch.setattr(Matcher, "_make", lambda *given: [make(*given), made.append(launching[0])])
+    for n in range(3):
+        engine.submit(make_request([n], f"{n}", max_tokens=60, regex="((ab|cd)[0-9]xyz){4}"))
+    run(engine)
+    assert made and all(made)
 
 
 EXPRESSIONS = st.recursive(

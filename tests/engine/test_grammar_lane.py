@@ -119,6 +119,7 @@ def test_a_grammar_is_slow_by_what_several_masks_took(monkeypatch, kind, slow):
     for _ in kind:
         assert not matcher.slow
         matcher.advance(ord("a"))
+        assert matcher.mask.any()
     monkeypatch.undo()
     assert matcher.slow is slow
 

@@ -267,6 +267,10 @@ class Pairs(ByteTokenizer):
         return ids
 
 
+def numbers(mask):
+    return [mask] if isinstance(mask, int) else np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+
+
 FORMS = [dict(regex="(abc){2,4}|th(al|en)+"), dict(regex="x?abab(c|bc)"), dict(json_schema=SCHEMA), dict(regex="é{3}")]
 
 
@@ -277,23 +281,26 @@ def test_where_a_token_is_forced_nothing_else_is_allowed(asked, tokenizer):
     constraints, runs = Constraints(tokenizer(), VOCABULARY, (EOS, 3)), 0
     for seed in range(6):
         dice, one = random.Random(seed), constraints.matcher(SamplingParameters.parse(asked))
-        one.look_ahead(5)
         plain = one.copy()
-        plain.look_ahead(0)
+        one.look_ahead(5)
         while True:
-            allowed = np.flatnonzero(np.unpackbits(one.mask, bitorder="little")).tolist()
-            assert not one.forced or (one.forced[0] == allowed[0] and len(allowed) == 1)
-            token = dice.choice(allowed)
-            if token in (EOS, 3):
-                break
-            one.advance(token)
-            plain.advance(token)
+            allowed = numbers(one.behind(0))
+            assert allowed == numbers(plain.mask) and (not one.forced or len(allowed) == 1)
             ahead = plain.copy()
-            for at, mask in enumerate(one.along(one.forced[:5])):
+            assert one.along([*one.forced, 7]) == one.forced
+            for at, token in enumerate(one.forced, 1):
                 runs += 1
-                ahead.advance(one.forced[at])
-                allowed = np.flatnonzero(np.unpackbits(ahead.mask, bitorder="little")).tolist()
-                assert [mask] == allowed if isinstance(mask, int) else np.array_equal(mask, ahead.mask)
+                ahead.advance(token)
+                assert numbers(one.behind(at)) == numbers(ahead.mask) and one.knows(at)
+            steps = dice.randrange(1, 7)  # of what is forced a step may take a part, and the token behind all of it
+            tokens = one.forced[:steps]
+            if steps >= len(one.forced):
+                tokens = [*tokens, dice.choice(numbers(one.behind(len(tokens))))]
+            if tokens[-1] in (EOS, 3):
+                break
+            one.advance(*tokens)
+            for token in tokens:
+                plain.advance(token)
     assert runs
 
 

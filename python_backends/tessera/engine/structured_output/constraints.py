@@ -77,10 +77,11 @@ class _Grammar:
 
 
 class Matcher:
-    """Follows one answer. ``mask``: the tokens that may come next, uint8 [ceil(vocabulary / 8)], the lowest bit first.
+    """Follows one answer. As a Drafter it proposes what the form of the answer leaves no choice about: keys, brackets,
+    all but the first of an enumeration's tokens.
 
-    A stop token may come wherever the answer may end. As a Drafter it proposes what the form of the answer leaves no
-    choice about: keys, brackets, all but the first of an enumeration's tokens.
+    It goes on by such tokens at once, and a mask is made when it is first asked for: where a device computes a step by
+    itself that is while it does so.
     """
 
     prior = 1.0
@@ -92,10 +93,11 @@ class Matcher:
         self._ends = ends
         self._end = end
         self._grammar = _Grammar(max(size, _LEAST_BYTES))
-        self.mask, self.error = self._compute(matcher, matcher.compute_bitmask)
+        self._mask: np.ndarray | None
+        self._mask, self.error = self._compute(matcher, matcher.compute_bitmask)
         self.forced: list[int] = []
         self._ahead = 0
-        self._behind = self.mask  # all that is forced
+        self._drafted: list[np.ndarray] = []  # masks behind each token of a draft that is not forced
 
     @property
     def worn(self) -> bool:
@@ -129,14 +131,45 @@ class Matcher:
         self._beside.followed.add(copy)
         return copy
 
+    @property
+    def mask(self) -> np.ndarray:
+        """The tokens that may come behind all that is forced, uint8 [ceil(vocabulary / 8)], the lowest bit first.
+
+        A stop token may come wherever the answer may end.
+        """
+        if self._mask is None:
+            self._make(self._matcher.compute_bitmask)
+        assert self._mask is not None
+        return self._mask
+
+    def behind(self, drafted: int) -> Mask:
+        """The tokens that may come next, or behind this many of a draft that :meth:`along` allowed. Any mask where
+        there is none, see :meth:`knows`."""
+        if drafted < len(self.forced):
+            return self.forced[drafted]
+        if drafted > len(self.forced):
+            return self._drafted[drafted - 1]
+        mask = self._ends if self._mask is None and self.slow else self.mask
+        return mask if self.error is None else self._ends
+
+    def knows(self, drafted: int) -> bool:
+        """Whether what was chosen by :meth:`behind` counts: not where nothing can follow, and not where the grammar
+        turned out to be slow, so that the mask is yet to be made by :meth:`advance_later`."""
+        return drafted < len(self.forced) or (self._mask is not None and self.error is None)
+
     def advance(self, *tokens: int) -> None:
-        """Takes tokens of the answer that are no stop tokens. Where nothing can follow them, ``error`` says why."""
-        self._follow(tokens, self._matcher.compute_bitmask)
+        """Takes tokens of the answer that are no stop tokens. Where nothing can follow them, ``error`` says why, at the
+        latest when their mask is made."""
+        self._follow(tokens, self._look_ahead)
 
     def advance_later(self, *tokens: int) -> Callable[[], None]:
-        """What does so on another thread, at a low priority; it must be called."""
+        """What does so on another thread and makes the mask there at a low priority; it must be called."""
         self._grammar.elsewhere += 1
-        return partial(self._follow, tokens, partial(self._beside.mask, self._matcher), 1)
+        return partial(self._advance_elsewhere, tokens)
+
+    def forbid(self, tokens: np.ndarray) -> None:
+        """Takes a mask's tokens out of those that may come next."""
+        self._mask = self.mask & ~tokens
 
     def look_ahead(self, most: int) -> None:
         """From the next token on ``forced`` are the tokens that must come then, as the tokenizer writes them, as far as
@@ -146,17 +179,16 @@ class Matcher:
     def propose(self, outputs: SequenceType[int], most: int) -> SequenceType[int]:
         return self.forced[:most]
 
-    def along(self, draft: SequenceType[int]) -> list[Mask]:
-        """The mask behind each token of a draft, up to the first that must not come; nothing else changes. Of any but a
-        forced one none where masks take long."""
-        if list(draft) == self.forced[: len(draft)]:
-            known: list[Mask] = [*self.forced, self._behind]
-            return known[1 : len(draft) + 1]
+    def along(self, draft: SequenceType[int]) -> SequenceType[int]:
+        """A draft up to the first token that must not come; nothing else changes. Of any but a forced one nothing where
+        masks take long."""
+        if self.forced:
+            return [token for token, _ in takewhile(lambda both: both[0] == both[1], zip(draft, self.forced))]
         if self.slow or self.crowded:
-            return []
-        masks: list[Mask] = []
+            return ()
+        self._drafted, mask = [], self.mask
         try:
-            ahead, mask = self._matcher.deep_copy(), self.mask
+            ahead = self._matcher.deep_copy()
             for token in draft:
                 if not (mask & ~self._ends)[token // 8] >> token % 8 & 1:
                     break
@@ -164,37 +196,50 @@ class Matcher:
                 mask, error = self._compute(ahead, ahead.compute_bitmask)
                 if error is not None:
                     break
-                masks.append(mask)
+                self._drafted.append(mask)
         except Exception:
             _LOG.exception("a draft could not be followed")
-        return masks
+        return draft[: len(self._drafted)]
 
-    def _follow(self, tokens: tuple[int, ...], compute: Callable[[], _Bits], elsewhere: int = 0) -> None:
+    def _follow(self, tokens: tuple[int, ...], go_on: Callable[[], None]) -> None:
+        """``go_on`` runs once nothing is forced any more."""
         try:
-            for token in tokens:
-                self._matcher.consume_token(token)
-            self.mask, self.error = self._compute(self._matcher, compute)
-            self.forced = []
-            if self._ahead and self.error is None and not elsewhere:
-                self._look_ahead()
+            known = min(len(tokens), len(self.forced))
+            self.forced = self.forced[known:]
+            self._consume(tokens[known:])
+            if not self.forced:
+                go_on()
         except Exception:
-            _LOG.exception("a grammar could not be followed")
-            self.error = "it could not be followed; the server's log says why"
+            self._fail()
+
+    def _advance_elsewhere(self, tokens: tuple[int, ...]) -> None:
+        try:
+            self._follow(tokens, lambda: self._make(partial(self._beside.mask, self._matcher)))
         finally:
-            self._grammar.elsewhere -= elsewhere
+            self._grammar.elsewhere -= 1
+
+    def _consume(self, tokens: SequenceType[int]) -> None:
+        for token in tokens:
+            self._matcher.consume_token(token)
+            self._mask = None
 
     def _look_ahead(self) -> None:
         """llguidance allows nothing but the first of these tokens where there are any."""
-        forced = self._matcher.compute_ff_tokens()[: self._ahead]
-        forced = list(takewhile(lambda token: not self._ends[token // 8] >> token % 8 & 1, forced))
-        if forced and len(forced) < self._ahead:
-            ahead = self._matcher.deep_copy()
-            for token in forced:
-                ahead.consume_token(token)
-            self._behind, error = self._compute(ahead, ahead.compute_bitmask)
-            if error is not None:
-                return
-        self.forced = forced
+        if self._ahead:
+            forced = self._matcher.compute_ff_tokens()[: self._ahead]
+            self.forced = list(takewhile(lambda token: not self._ends[token // 8] >> token % 8 & 1, forced))
+            self._consume(self.forced)
+
+    def _make(self, compute: Callable[[], _Bits]) -> None:
+        try:
+            self._mask, self.error = self._compute(self._matcher, compute)
+        except Exception:
+            self._mask = self._ends
+            self._fail()
+
+    def _fail(self) -> None:
+        _LOG.exception("a grammar could not be followed")
+        self.error = "it could not be followed; the server's log says why"
 
     def going_on(self, mask: np.ndarray) -> np.ndarray:
         """A mask without the stop tokens, unless nothing else is in it."""
@@ -311,7 +356,7 @@ class Constraints:
         compiled = grammar.compiled(parameters, self._vocabulary)
         matcher = Matcher(compiled, self._mask(self._stop_ids), min(self._stop_ids), self._beside, size)
         if self._tokenizer.strips_space:
-            matcher.mask = matcher.mask & ~self._spaced
+            matcher.forbid(self._spaced)
         if matcher.error is not None or not matcher.mask.any():
             reason = matcher.error or "it begins with a space, which this checkpoint's tokenizer takes off an answer"
             raise grammar.refusal(parameters.constraint or "", reason)

@@ -35,7 +35,6 @@ class ConstrainedSequence(Sequence):
         self._matcher = matcher
         self._lane = lane
         self._ready = True
-        self._masks: list[Mask] = []  # behind each token of the draft
 
     def take_place(self) -> None:
         """In the lane, or in the queue before it, where its grammar is slow from the beginning."""
@@ -53,7 +52,7 @@ class ConstrainedSequence(Sequence):
 
     @property
     def failure(self) -> str | None:
-        if not self._ready or self._matcher.error is None:
+        if self.in_flight or not self._ready or self._matcher.error is None:
             return None
         return f"{self.request.sampling.constraint}: {self._matcher.error}"
 
@@ -62,18 +61,22 @@ class ConstrainedSequence(Sequence):
         return not self._matcher.slow
 
     def mask(self, drafted: int = 0) -> Mask:
-        mask = self._masks[drafted - 1] if drafted else next(iter(self._matcher.forced), self._matcher.mask)
+        mask = self._matcher.behind(drafted)
         short = len(self.outputs) + drafted < self.request.sampling.min_tokens
         return self._matcher.going_on(mask) if short and isinstance(mask, np.ndarray) else mask
 
     def verifiable(self, draft: SequenceType[int]) -> SequenceType[int]:
-        self._masks = self._matcher.along(draft)
-        return draft[: len(self._masks)]
+        return self._matcher.along(draft)
 
     def take(self, chosen: list[SampledToken]) -> list[SampledToken]:
-        taken = super().take(chosen)
+        counted = chosen
+        if not self._matcher.knows(len(self.draft)):  # the last token's place is run once more
+            counted, self.draft = chosen[:-1], self.draft[:-1]
+        taken = super().take(counted) if counted else counted
         if self.finished:
             return taken
+        if counted is not chosen:
+            self.computed = min(self.computed, self.known - 1)
         tokens = [token for token, _ in taken]
         if self._matcher.slow or (self._matcher.crowded and not self._lane.in_steps):
             self._ready = False
@@ -95,10 +98,11 @@ class ConstrainedSequence(Sequence):
         if self._matcher.slow:
             self._lane.run(partial(self._go_on, self._matcher.advance_later(*tokens)))
         else:
-            self._go_on(partial(self._matcher.advance, *tokens))
+            self._matcher.advance(*tokens)
+            self._go_on(partial(self._matcher.behind, len(self._matcher.forced)))
 
-    def _go_on(self, advance: Callable[[], None]) -> None:
-        advance()
+    def _go_on(self, make_mask: Callable[[], Any]) -> None:
+        make_mask()
         self._ready = True
 
 
