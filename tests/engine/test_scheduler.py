@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 from engine_fakes import (
     BookkeepingRunner,
+    Guess,
     contents_of,
+    draft,
     ends,
     expected_answer,
     make_engine,
@@ -145,6 +147,22 @@ def test_beside_long_answers_prompts_are_read_in_chunks_that_are_longer_where_we
     spans = [spans_of(runner, step) for step in range(len(runner.batches))]
     read = [end - start for step in spans for name, start, end in step if name == "reads" and end <= 3000]
     assert read[:2] == [chunk - 1] * 2 and sum(read) == 3000  # the other decodes in the same steps
+
+
+@pytest.mark.parametrize(("wrong", "times"), [(0, 4), (1, 1)])
+def test_where_drafts_are_right_chunks_of_prompts_are_as_many_times_longer(wrong, times):
+    engine, runner = make_engine(num_blocks=1000, max_batched_tokens=8192, max_model_len=4000, drafts=3)
+    draft(engine, lambda request: [Guess([7] * 900, wrong)])
+    engine.scheduler.load.costs._best_rate = 1e4  # a full step is long
+    runner.script["decodes"] = [7]
+    engine.submit(make_request([1], "decodes", max_tokens=900, ignore_eos=True))
+    for _ in range(90):
+        engine.step()
+    engine.submit(make_request([number % 300 for number in range(3000)], "reads", max_tokens=1))
+    run(engine)
+    spans = [spans_of(runner, step) for step in range(len(runner.batches))]
+    read = [end - start for step in spans for name, start, end in step if name == "reads"]
+    assert read[:2] == [192 * times - 1] * 2 and sum(read) == 3000
 
 
 @pytest.mark.parametrize(("cache_bytes", "measured"), [(0, [1, 64, 256, 512]), (40_000, [1, 64])])

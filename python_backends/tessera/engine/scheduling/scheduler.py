@@ -104,6 +104,8 @@ class Scheduler:
                 self._remove(sequence)
             elif drafted or sequence.rewinds:
                 self.blocks.shrink(sequence)
+        if self.load.drafts and taken:
+            self.load.record_pace(sum(len(answer) for _, answer in taken), len(taken))
         return taken
 
     def record_step_time(self, batch: ScheduledBatch, device_ns: int) -> None:

@@ -90,7 +90,7 @@ class Matcher:
         """``ends``: the mask of all stop tokens; ``end``: the one that llguidance knows; ``size``: bytes."""
         self._matcher = matcher
         self._beside = beside
-        self._ends = ends
+        self._ends, self._others = ends, ~ends
         self._end = end
         self._grammar = _Grammar(max(size, _LEAST_BYTES))
         self._mask: np.ndarray | None
@@ -190,7 +190,7 @@ class Matcher:
         try:
             ahead = self._matcher.deep_copy()
             for token in draft:
-                if not (mask & ~self._ends)[token // 8] >> token % 8 & 1:
+                if not (mask & self._others)[token // 8] >> token % 8 & 1:
                     break
                 ahead.consume_token(token)
                 mask, error = self._compute(ahead, ahead.compute_bitmask)
@@ -243,15 +243,15 @@ class Matcher:
 
     def going_on(self, mask: np.ndarray) -> np.ndarray:
         """A mask without the stop tokens, unless nothing else is in it."""
-        others = mask & ~self._ends
+        others = mask & self._others
         return others if others.any() else mask
 
     def _compute(self, matcher: LLMatcher, compute: Callable[[], _Bits]) -> tuple[np.ndarray, str | None]:
         """The mask, and why nothing can follow."""
         began, began_on_cpu = time.perf_counter(), time.thread_time()
-        mask = np.frombuffer(compute(), np.uint8)[: len(self._ends)].copy()
+        mask = np.frombuffer(compute(), np.uint8)[: len(self._ends)]
         may_end = mask[self._end // 8] >> self._end % 8 & 1 and matcher.is_accepting()
-        mask = mask | self._ends if may_end else mask & ~self._ends
+        mask = mask | self._ends if may_end else mask & self._others
         error = grammar.failure(matcher)
         # The CPU's time, but no more than passed: some kernels count it in whole ticks of up to 10 ms.
         self._grammar.computed(min(time.thread_time() - began_on_cpu, time.perf_counter() - began))

@@ -78,7 +78,7 @@ class ConstrainedSequence(Sequence):
         if counted is not chosen:
             self.computed = min(self.computed, self.known - 1)
         tokens = [token for token, _ in taken]
-        if self._matcher.slow or (self._matcher.crowded and not self._lane.in_steps):
+        if self._matcher.slow or (not self._lane.in_steps and self._matcher.crowded):
             self._ready = False
             self._lane.collect(partial(self._follow, tokens))
             return taken
