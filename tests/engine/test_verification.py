@@ -24,7 +24,8 @@ from test_random_mixes import BLOCK, ROWS, STOP, chosen
 
 from tessera.engine.drafts.drafter import Drafting, Expected, Proposal
 from tessera.engine.execution import penalties
-from tessera.engine.scheduling.policies import CostModel, Load, draft_lengths, tokens_should_be_known
+from tessera.engine.scheduling.draft_lengths import draft_lengths, tokens_should_be_known
+from tessera.engine.scheduling.policies import CostModel, Load
 from tessera.engine.sequence import NOT_FINITE, Report, Sequence
 from tessera.engine.structured_output.constraints import Constraints
 from tessera.prompt.sampling import SamplingParameters

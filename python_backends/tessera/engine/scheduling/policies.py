@@ -10,13 +10,9 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
-from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
 
-import numpy as np
-
-from tessera.engine.drafts.drafter import Proposal
 from tessera.engine.scheduling.block_manager import BlockManager
 from tessera.engine.sequence import Sequence
 from tessera.prompt.sampling import RecentPriority
@@ -365,50 +361,3 @@ def waits_for_burst(load: Load, budget: StepBudget) -> bool:
     if now - max(arrivals) > gap or now - min(arrivals) > LONGEST_BURST_NS:
         return False
     return sum(sequence.pending for sequence in load.waiting) < budget.tokens(load.waiting[0].request.sampling.priority)
-
-
-_TRIED = 8  # numbers of rows between none and all
-
-
-def draft_lengths(load: Load, proposals: SequenceType[Proposal], decoding: int, tokens: int, most: int) -> list[int]:
-    """How many tokens of each draft a step verifies, at most ``most`` together: those that are likeliest to be right,
-    as many as give the most tokens a second by what steps cost.
-
-    ``decoding``: tokens that the step gives without them; ``tokens``: that it runs without them.
-    """
-    owner = np.repeat(np.arange(len(proposals)), [len(each.tokens) for each in proposals])
-    right = np.concatenate([each.share ** np.arange(1, len(each.tokens) + 1) for each in proposals])
-    likeliest = np.argsort(-right, kind="stable")[:most]  # of one draft in its order
-    gained = right[likeliest].cumsum()
-    best = _rate(load, decoding, tokens)
-    rows = 0
-    for tried in sorted({len(likeliest) * part // _TRIED for part in range(1, _TRIED + 1)} - {0}):
-        rate = _rate(load, decoding + gained[tried - 1], tokens + tried)
-        if rate >= best:
-            best, rows = rate, tried
-    return np.bincount(owner[likeliest[:rows]], minlength=len(proposals)).tolist()
-
-
-def tokens_should_be_known(load: Load, prompts: int) -> bool:
-    """Whether a step is worth more that is planned once the tokens of the one before are known, though the device
-    waits meanwhile: sequences may then go on that else run in every second step only, and drafts be verified.
-
-    ``prompts``: tokens of prompts in a step.
-    """
-    ahead = known = 0.0  # tokens
-    rows_ahead = rows_known = float(prompts)
-    for sequence in load.running:
-        rows = gain = 0.0
-        if sequence.drafting is not None and (sequence.outputs or sequence.in_flight):
-            unknown = sequence.in_flight + len(sequence.draft)
-            rows, gain = sequence.drafting.expected(sequence.outputs, unknown, load.drafts)
-        known += 1 + gain
-        rows_known += 1 + rows
-        # One that waits for its token may be drafted for in its turn, any other one not.
-        ahead += (1 + gain) / 2 if sequence.awaits_token else 1
-        rows_ahead += (1 + rows) / 2 if sequence.awaits_token else 1
-    return known * load.costs.step_ns(rows_ahead) > ahead * (load.costs.step_ns(rows_known) + load.host_ns)
-
-
-def _rate(load: Load, given: float, run: int) -> float:
-    return given / max(1.0, load.costs.step_ns(run) + load.host_ns)

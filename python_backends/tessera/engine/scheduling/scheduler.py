@@ -7,6 +7,7 @@ sequence gives its own back and waits to be computed again: the first one always
 turn.
 
 How many tokens a step has, who passes whom in the queue, and when a step waits for what is yet to come: `policies.py`.
+How much of drafts it verifies: `draft_lengths.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from itertools import islice
 
 from tessera.engine.scheduling import policies
 from tessera.engine.scheduling.block_manager import BlockManager
+from tessera.engine.scheduling.draft_lengths import draft_lengths, tokens_should_be_known
 from tessera.engine.scheduling.policies import Load, StepBudget
 from tessera.engine.sequence import NOT_FINITE, SampledToken, Sequence
 
@@ -76,7 +78,7 @@ class Scheduler:
         """Whether the tokens of this one should be known before the next is planned."""
         if not any(each.drafting is not None or each.awaits_token for each in self.running):
             return False
-        return policies.tokens_should_be_known(self.load, batch.tokens - batch.rows)
+        return tokens_should_be_known(self.load, batch.tokens - batch.rows)
 
     def apply(
         self, batch: ScheduledBatch, sampled: SequenceType[SampledToken]
@@ -181,7 +183,7 @@ class Scheduler:
             load.max_rows - len(self.running) - len(load.admissible()), (load.max_batched_tokens - decoding) // 2
         )
         run = decoding + min(unread, budget.full)
-        taken = policies.draft_lengths(load, list(proposals.values()), decoding, run, max(0, most))
+        taken = draft_lengths(load, list(proposals.values()), decoding, run, max(0, most))
         drafts = {
             each: each.verifiable(proposal.tokens[:length])
             for (each, proposal), length in zip(proposals.items(), taken)
