@@ -37,7 +37,7 @@ PLACES = {
     "pages": (DOCUMENTS, {"pages": 200}),
 }
 """A model, and how many requests of each group it is asked."""
-SMALL_POOL = {"language_model.kv_cache_bytes": str(1 << 20), "language_model.max_model_len": "512"}
+SMALL_POOL = {"language_model.kv_cache_bytes": str(1 << 20), "max_model_len": "512"}
 """Holds a few of the sequences that run."""
 ANSWER = {
     "type": "object",
