@@ -447,6 +447,23 @@ def test_steps_wait_for_tokens_where_that_gives_more_of_them(sequences, host_ns,
     assert tokens_should_be_known(load_, 0) is known
 
 
+@pytest.mark.parametrize("prompts", [0, 200])
+def test_whether_steps_wait_does_not_depend_on_prompts_whose_tokens_cost_the_same_in_any(prompts):
+    for host_ns, known in ((9e5, True), (1.1e6, False)):
+        load_ = load(1e4, host_ns)
+        load_.running += running(plain=0, constrained=9)
+        assert tokens_should_be_known(load_, prompts) is known
+
+
+def test_the_hosts_time_is_the_median_of_the_recent_steps():
+    load_ = load()
+    for ns in (2, 9, 7, 90, 8):
+        load_.record_host_time(True, ns)
+    assert load_.host_ns == 8
+    load_.record_host_time(False, 1)
+    assert 7.9 < load_.host_ns < 8
+
+
 def test_rows_of_a_step_have_a_limit():
     """Prompts that wait could end in the same step, and each choose a token."""
     engine, runner = make_engine(drafts=15, max_sequences=4, max_batched_tokens=200, num_blocks=300)

@@ -35,10 +35,10 @@ def tokens_should_be_known(load: Load, prompts: int) -> bool:
     """Whether a step is worth more that is planned once the tokens of the one before are known, though the device
     waits meanwhile: sequences may then go on that else run in every second step only, and drafts be verified.
 
-    ``prompts``: tokens of prompts in a step.
+    ``prompts``: tokens of prompts in a step. Steps that are planned ahead are more for the same tokens of answers, and
+    need not read more prompts: of these only the first has any.
     """
-    ahead = known = 0.0  # tokens
-    rows_ahead = rows_known = float(prompts)
+    ahead = known = rows_ahead = rows_known = 0.0
     for sequence in load.running:
         rows = gain = 0.0
         if sequence.drafting is not None and (sequence.outputs or sequence.in_flight):
@@ -49,7 +49,9 @@ def tokens_should_be_known(load: Load, prompts: int) -> bool:
         # One that waits for its token may be drafted for in its turn, any other one not.
         ahead += (1 + gain) / 2 if sequence.awaits_token else 1
         rows_ahead += (1 + rows) / 2 if sequence.awaits_token else 1
-    return known * load.costs.step_ns(rows_ahead) > ahead * (load.costs.step_ns(rows_known) + load.host_ns)
+    step_ns = load.costs.step_ns
+    longer = ahead * step_ns(prompts + rows_ahead) + (known - ahead) * step_ns(rows_ahead)
+    return longer > ahead * (step_ns(prompts + rows_known) + load.host_ns)
 
 
 def _rate(load: Load, given: float, run: int) -> float:

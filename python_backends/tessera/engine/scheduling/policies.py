@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
+from statistics import median
 
 from tessera.engine.scheduling.block_manager import BlockManager
 from tessera.engine.sequence import Sequence
@@ -141,10 +142,11 @@ class Load:
 
     def record_host_time(self, known: bool, ns: int) -> None:
         """Taking a step's tokens and planning the next took this long. Where those tokens were ``known`` by then, the
-        shortest of the recent times counts; else it is slowly forgotten, as others may run meanwhile."""
+        median of the recent times counts, for steps of one load differ by what there is to mask; else it is slowly
+        forgotten, as others may run meanwhile."""
         if known:
             self._host_ns.append(ns)
-            self.host_ns = min(self._host_ns)
+            self.host_ns = median(self._host_ns)
         else:
             self.host_ns -= self.host_ns / _FORGOTTEN
 
