@@ -75,7 +75,8 @@ class Calls:
         return Reader(not self.functions, None if self.alone is None else self.alone.name)
 
     def reason(self, reason: str, called: bool) -> str:
-        """OpenAI's word for how a finished answer ended: one that had to be this very call just ends."""
+        """OpenAI's word for how a finished answer ended, a whole call where ``called``: one that had to be this very
+        call just ends."""
         return "tool_calls" if reason == "stop" and called and not self.named else reason
 
 
@@ -122,12 +123,13 @@ class Reader:
     def __init__(self, plain: bool, name: str | None = None) -> None:
         self.called = False
         self._plain, self._name = plain, name
-        self._held = ""
+        self._text = self._held = ""
         self._words = False  # of {"answer": ...}
 
     def read(self, text: str) -> list[dict[str, Any]]:
         if self._plain:
             return [{"content": text}] if text else []
+        self._text += text
         if self._name is not None:
             begun, self.called = self.called, True
             return ([] if begun else [_begin(self._name)]) + ([_more(text)] if text else [])
@@ -147,9 +149,15 @@ class Reader:
             found.append(_more(arguments))
         return found
 
-    def end(self, whole: bool) -> list[dict[str, Any]]:
-        """What was held back. ``whole``: the model has ended the answer itself."""
-        return [_more(self._held)] if self.called and self._held and not whole else []
+    def end(self) -> list[dict[str, Any]]:
+        """What was held back. From here on ``called`` is whether a call is whole: max_tokens or a stop string may have
+        cut it, or have come with its last character."""
+        begun = self.called
+        try:
+            json.loads(self._text)
+        except (ValueError, RecursionError):
+            self.called = False
+        return [_more(self._held)] if begun and self._held and not self.called else []
 
 
 def message(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:

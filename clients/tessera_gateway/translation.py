@@ -137,7 +137,7 @@ class Completion:
                     yield self._chunk(each, {"role": "assistant", "content": ""})
             reader = readers[index]
             reason = finish_reason(delta.finish_reason) if delta.finish_reason else None
-            changes = reader.read(delta.text) + (reader.end(reason == "stop") if reason else [])
+            changes = reader.read(delta.text) + (reader.end() if reason else [])
             for change in changes or [{"content": ""}] * bool(delta.logprobs):
                 yield self._chunk(index, change, entries=delta.logprobs)
             if reason is None:
@@ -158,7 +158,7 @@ class Completion:
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         reader, reason = self._calls.reader(), finish_reason(answer.finish_reason)
-        deltas = reader.read(answer.text) + reader.end(reason == "stop")
+        deltas = reader.read(answer.text) + reader.end()
         return {
             "index": index,
             "message": {"role": "assistant", **message(deltas)},

@@ -123,6 +123,15 @@ def test_a_call_that_was_cut_is_told_as_far_as_it_came(cut: int) -> None:
     assert WORDS[16] == "\\" and words["message"]["content"] == "say " and words["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize(("cut", "reason", "told"), [(len(CALL), "length", "length"), (BEGUN + 5, "stop", "stop")])
+def test_whether_a_call_is_whole_is_its_own_text_to_say(cut: int, reason: str, told: str) -> None:
+    """max_tokens may end an answer with the last character, and a stop string before it."""
+    choice = said(gateway([final(CALL[:cut], reason)]), tools=[SAVE])
+    assert choice["finish_reason"] == told
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["arguments"] == (ARGUMENTS if cut == len(CALL) else CALL[BEGUN:cut])
+
+
 def test_the_model_reads_what_it_may_call() -> None:
     door = gateway()
     door.ask(tools=[SAVE, RING], tool_choice=NAMED)
