@@ -155,16 +155,17 @@ def test_the_environment_puts_this_python_first(tmp_path: Path, monkeypatch: pyt
 
 
 def test_one_server_per_gpu_with_ports_of_its_own(tmp_path: Path) -> None:
-    base = 20000  # outside the range in which this machine picks ports
+    base, host = 20000, "127.0.0.3"  # where nobody else has ports
     ports = [word for i, kind in enumerate(("http", "grpc", "metrics")) for word in (f"--{kind}-port", str(base + i))]
-    options, gpus, _, _ = parse([*ports, "--model-repository", str(tmp_path), "--gpus", "3, GPU-5ac2-11"])
+    given = [*ports, "--host", host, "--model-repository", str(tmp_path), "--gpus", "3, GPU-5ac2-11"]
+    options, gpus, _, _ = parse(given)
     first, second = one_per_gpu(options, gpus)
     assert [*first.ports.values()] == [base, base + 1, base + 2]
     assert [*second.ports.values()] == [base + 10, base + 11, base + 12]
     for server, number, port in ((first, "3", base + 1), (second, "GPU-5ac2-11", base + 11)):
         environment = server_environment(server, INSTALLATION, CPU)
         assert environment["CUDA_VISIBLE_DEVICES"] == number and server.name == f"gpu{number}"
-        assert environment["TESSERA_GRPC_ADDRESS"] == f"127.0.0.1:{port}"
+        assert environment["TESSERA_GRPC_ADDRESS"] == f"{host}:{port}"
     assert log_path(replace(first, log_path=Path("/x/server.log"))) == Path("/x/server-gpu3.log")
     assert log_path(first).name != log_path(second).name
     free = ServerOptions(tmp_path, http_port=0, grpc_port=0, metrics_port=0)
