@@ -177,7 +177,7 @@ def test_a_server_that_goes_away_ends_the_run_and_the_next_goes_on(parse: Any, t
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_another_file_or_other_settings_are_parsed_anew(parse: Any, tmp_path: Path) -> None:
+def test_another_file_or_other_settings_are_parsed_again(parse: Any, tmp_path: Path) -> None:
     def asked(*more: str) -> int:
         reader = DocumentReader()
         assert parse(reader, tmp_path / "a.pdf", *more) == 0

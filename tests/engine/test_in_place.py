@@ -132,7 +132,7 @@ EVERY_DECODER = pytest.mark.parametrize(
 
 
 @EVERY_DECODER
-def test_what_split_products_leave_is_added_by_whoever_comes_next(monkeypatch, architecture, attention):
+def test_what_split_products_leave_is_added_by_what_comes_next(monkeypatch, architecture, attention):
     model, linears = model_of(architecture, Unquantized)
     expected, left = logits_of(model, attention), []
     make = Partials.__new__

@@ -206,7 +206,7 @@ async def test_shares_and_priorities() -> None:
     assert queue.turns._free == 1 and not queue.turns._next and not queue.turns._waiting
 
 
-async def test_places_come_back_whoever_gives_up() -> None:
+async def test_places_come_back_after_any_end() -> None:
     queue = Queue(2)
     await queue.ask(A, 2)
     await queue.ask(B, 60)

@@ -86,7 +86,7 @@ def test_every_way_computes_the_product(scattered, bias, way):
 
 
 @pytest.mark.usefixtures("hopper")
-def test_many_rows_take_the_copy_or_all_of_the_weights_anew(monkeypatch):
+def test_many_rows_take_the_copy_or_all_of_the_weights_again(monkeypatch):
     layer, _, _ = made()
     assert {name for name, _ in layer.named_buffers()} == {"packed", "words", "arrivals", "weight", "scales", "bias"}
     assert [layer.wants_fp8_input(rows) for rows in (0, 1, 64, 65, 8192)] == [True, False, False, True, True]
