@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 from clients.fake_transport import READY, USAGE, FakeTransport, final
-from gateway_doubles import ASKED, HELLO, Asked, gateway
+from gateway_doubles import ASKED, HELLO, Asked, gateway, until
 
 from tessera_client import Delta
 from tessera_client.messages import ServerStatus
@@ -198,7 +198,8 @@ def test_openais_client_reads_a_stream_and_what_ends_it(
         for chunk in client.chat.completions.create(**asked, stream=True):
             text += chunk.choices[0].delta.content
     assert text == "a" and error.value.type == "server_error"
-    assert door[0].app.state.counters.total('requests_total{status="500"}') == 1  # as if it had come in time
+    counters = door[0].app.state.counters
+    until(lambda: counters.total('requests_total{status="500"}') == 1)  # as if it had come in time
     with client.chat.completions.stream(**asked) as stream:
         assert [event.delta for event in stream if event.type == "content.delta" and event.delta] == ["ye", "s"]
         assert stream.get_final_completion().choices[0].message.content == "yes"
