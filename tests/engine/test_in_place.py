@@ -112,6 +112,8 @@ def logits_of(model, attention):
     """Of a step of one token behind one of eleven."""
     if attention == "triton":
         pytest.importorskip("triton", reason="the kernels are written in triton")
+        if torch.cuda.is_available():
+            pytest.skip("compiled kernels take no tensors of the CPU; tests/kernels and tests/gpu run them on a GPU")
     sequence = Sequence(make_request(list(range(12)), max_tokens=1))
     sequence.block_table = array("q", [0])
     runner = ModelRunner.of_model(model, EngineConfig(block_size=16, attention=attention, max_sequences=1), 16)
