@@ -5,13 +5,14 @@ ten with pictures, some of them cascades of two cuts; three of ten answers of 25
 fourth sampled with a seed; all with the log probabilities of the five likeliest. The second time with priorities and
 drafts, in a pool of three contexts, beside requests that are left after their first token, through a killed language
 model. Counted are the answers of which any token or any bit of a log probability is another; with `deterministic` and
-without.
+without. `digest` is of all tokens and log probabilities of the first time: one on equal GPUs, and with other room.
 
     python loadtest/bench bits --gpus 0 --weights random --checkpoint loadtest/shapes/internvl3-8b-shape --card h200
     ... --costs W1 W2 W4a W4b        instead: what the mode costs of these workloads' rates, two servers in turns
 """
 
 import argparse
+import hashlib
 import json
 import os
 import signal
@@ -166,6 +167,7 @@ def run(asked: Setup, requests: Sequence[Case], kill: bool) -> dict[str, Any]:
         words = f"{number}: tokens, first bit: {found[number]} {told} {alone[number].usage} {beside[number].usage}"
         print(words, file=sys.stderr, flush=True)
     prompts = sorted(answer.usage.prompt_tokens for answer in alone if answer.usage)
+    said = json.dumps([(answer.text, answer.finish_reason, answer.logprobs) for answer in alone])
     since = after if restarts else after - before  # a server that starts again counts from 0
     return {
         "differences": len(wrong),
@@ -178,6 +180,7 @@ def run(asked: Setup, requests: Sequence[Case], kill: bool) -> dict[str, Any]:
         "escalated": sum(each.cascade.escalated for each in alone if each.cascade),
         "cascades": sum(each.cascade is not None for each in alone),
         "restarts": restarts,
+        "digest": hashlib.sha256(said.encode()).hexdigest()[:16],
         "fingerprints": sorted({answer.fingerprint for answer in (*alone, *beside)}),
         "seconds": [round(between - began), round(ended - between)],
         **{name.removeprefix("tessera_"): since[name] for name in since if "preempt" in name or "cached_tok" in name},
