@@ -146,7 +146,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", type=Path, default=DEFAULT_CHECKPOINT)
     parser.add_argument("--weights", choices=("checkpoint", "random"), default="checkpoint")
     parser.add_argument("--instances", nargs="*", default=[], metavar="STAGE=N")
-    parser.add_argument("--set", nargs="*", default=[], metavar="STAGE.PARAMETER=VALUE", dest="settings")
+    parser.add_argument(
+        "--set", nargs="*", action="extend", default=[], metavar="STAGE.PARAMETER=VALUE", dest="settings"
+    )
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose server is measured")
     parser.add_argument("--log", type=Path, metavar="FILE", help="keep the server's log")
     parser.add_argument("--no-mps", action="store_true", help="stages take turns on the GPU, for comparison")
