@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # For a machine without a package registry (our H200): builds an environment from a carried archive, which carried_env.sh
 # makes, and runs a command in it. numpy is 1.26.4 there (the stub needs numpy 1); what the archive does not hold comes
-# from the machine's own Python.
+# from the machine's own Python, but for what wants a newer numpy there and transformers would import.
 #   bash loadtest/carried_server.sh ARCHIVE.tar.xz COMMAND...
 set -euo pipefail
 archive=$1
@@ -13,6 +13,7 @@ if [ ! -e "$env/.ready" ]; then
     site=$("$env/bin/python" -c 'import site; print(site.getsitepackages()[0])')
     tar -C "$site" -xf "$archive"
     echo "$base" > "$site/machine.pth"
+    echo 'import sys; sys.modules.update(scipy=None, sklearn=None)' > "$site/numpy.pth"
     touch "$env/.ready"
 fi
 root=$(cd "$(dirname "$0")/.." && pwd)

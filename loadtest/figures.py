@@ -108,8 +108,8 @@ def own_command() -> str:
 
 @cache
 def machine() -> str:
-    """The processor, its cores and, where there is one, the GPU."""
-    cores = f"{os.cpu_count()} cores"
+    """The GPU, or the processor where there is none, and the cores that this process may use."""
+    cores = f"{len(os.sched_getaffinity(0))} cores"
     try:
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]

