@@ -13,8 +13,7 @@ neighbouring rungs, each with --share of the GPU's memory, and one is asked at a
 the rung below it and the one above it. Where they are asked the same, they get the same pictures. An idle server of
 ours launches nothing: its engine and its stages wait for work, and the launcher's pings, every five seconds, are no
 work. So the GPU has no reason to switch to it. MPS is no matter of the machine here: each server with MPS has a daemon
-of its own, and those of the rungs below use none. Where two servers or two daemons do not go together, --together 1
-starts each for its turn by itself (each turn then takes two starts).
+of its own, and those of the rungs below use none.
 
 The rungs go from the top down, for the server in 4 bits keeps a second copy of its weights only while half of the card
 is free.
@@ -73,6 +72,7 @@ from bench.ladder_rungs import (
     kept_ways,
     pairs,
     recall_checkpoint,
+    server_of,
     setup,
 )
 from bench.ladder_transformers import Turn
@@ -113,14 +113,8 @@ def say(what: object) -> None:
     print(what, file=sys.stderr, flush=True)
 
 
-def server_of(name: str) -> str:
-    """The rung whose server a rung is asked of."""
-    return RUNGS[name].server or name
-
-
 class Sides:
-    """The servers of neighbouring rungs and the loop of transformers, each started when its turn first comes. What is
-    not wanted beside it ends before."""
+    """The servers of neighbouring rungs and the loop of transformers, each started when it is first wanted."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -128,16 +122,16 @@ class Sides:
         self._known: dict[tuple[str, str], int] = {}
         self._batch = 0
 
-    def reach(self, name: str, wanted: Collection[str]) -> Any:
-        """The running server of a rung, or the loop's turns. ``wanted``: what may be up beside it."""
-        for other in [each for each in self._up if each != name and each not in wanted]:
+    def bring_up(self, wanted: Collection[str]) -> None:
+        """Ends what is up and not wanted, and starts what is wanted and not up, in this order."""
+        for other in [each for each in self._up if each not in wanted]:
             self._known = {place: tokens for place, tokens in self._known.items() if place[0] != other}
             self._up.pop(other)[0].close()
-        if name not in self._up:
-            with ExitStack() as stack:
-                started = stack.enter_context(self._start(name))
-                self._up[name] = stack.pop_all(), started
-        return self._up[name][1]
+        for name in wanted:
+            if name not in self._up:
+                with ExitStack() as stack:
+                    started = stack.enter_context(self._start(name))
+                    self._up[name] = stack.pop_all(), started
 
     def _start(self, name: str) -> Any:
         options = self._options
@@ -152,14 +146,13 @@ class Sides:
             self._up.clear()
             self._known.clear()
 
-    def ask(self, name: str, wanted: Collection[str], job: Workload, seed: int) -> Turn:
+    def ask(self, name: str, job: Workload, seed: int) -> Turn:
         """A turn of a rung. Two jobs never have the same pictures, for they may be one server's."""
-        gpus = self._options.gpus
+        gpus, own = self._options.gpus, server_of(name)
+        server = self._up[own][1]
         if name == TRANSFORMERS:
-            loop = self.reach(name, wanted)
-            return loop(1 if job.concurrency == 1 else self._best(loop), seed, gpus)
-        own = server_of(name)
-        server, place = self.reach(own, wanted), (own, str(job))
+            return server(1 if job.concurrency == 1 else self._best(server), seed, gpus)
+        place = own, str(job)
         if place not in self._known:
             self._known[place] = first_answers(server.grpc, job, max(WARM_UP, 3 * job.concurrency)).prompt_tokens
         asker = TesseraAsker(server.grpc, job, seed ^ zlib.crc32(str(job).encode()))
@@ -210,17 +203,15 @@ def check(name: str, notes: Mapping[str, Any]) -> None:
 def measure_speed(group: list[Pair], sides: Sides, options: argparse.Namespace, until: float) -> None:
     """Pairs of a few servers, by the number in flight: each turn asks all of them, each for all that it is in. None
     begins after ``until``, by time.monotonic()."""
-    wanted = servers(group) if options.together > 1 else []
-    for name in wanted:
-        sides.reach(name, wanted)  # from the top down, while half of the card is free
     ways: dict[tuple[str, str], partial[Turn]] = {}
 
     def way(pair: Pair, name: str, flight: str) -> partial[Turn]:
         job = pair.job(name)
         job = replace(job, concurrency=1 if flight == "one" else options.in_flight or job.concurrency)
-        return ways.setdefault((name, str(job)), partial(sides.ask, name, wanted, job))
+        return ways.setdefault((name, str(job)), partial(sides.ask, name, job))
 
     try:
+        sides.bring_up(servers(group))
         # One after the other, so that little time lies between the sides of a pair.
         for left, flight in zip(range(len(options.flights), 0, -1), options.flights):
             compared = {}
@@ -264,11 +255,11 @@ def line(pair: Pair, flight: str, compared: turns.Comparison) -> dict[str, Any]:
 
 
 def groups(options: argparse.Namespace) -> list[list[Pair]]:
-    """The pairs that are wanted, from the top down: as many together as there may be servers up, two at least."""
+    """The pairs that are wanted, from the top down: as many together as there may be servers up."""
     found: list[list[Pair]] = []
     for pair in reversed(pairs()):
         if (ENDS if pair.ends else pair.rung) in options.rungs and pair.kind in options.jobs:
-            if not found or len(servers([*found[-1], pair])) > max(2, options.together):
+            if not found or len(servers([*found[-1], pair])) > options.together:
                 found.append([])
             found[-1].append(pair)
     return found
@@ -377,7 +368,7 @@ def main() -> int:
     parser.add_argument("--jobs", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--flights", nargs="+", choices=FLIGHTS, default=list(FLIGHTS), help="requests in flight")
     parser.add_argument("--seconds", type=float, default=2400.0, help="after which no turn of the speed begins")
-    parser.add_argument("--together", type=int, default=3, metavar="N", help="servers that are up at once")
+    parser.add_argument("--together", type=int, default=3, choices=range(2, 14), help="servers that are up at once")
     parser.add_argument("--share", type=float, default=0.3, help="of the GPU's memory for each server")
     given = {"nargs": "*", "action": "extend", "default": [], "metavar": "STAGE.PARAMETER=VALUE"}
     parser.add_argument("--set", **given, dest="settings", help="of all servers")

@@ -126,6 +126,11 @@ FLIGHTS = ("many", "one")
 """Requests in flight: as many as a rung can use, where its requests a second count, and one, where its time does."""
 
 
+def server_of(name: str) -> str:
+    """The rung whose server a rung is asked of; the foot of the ladder is its own."""
+    return RUNGS[name].server or name if name in RUNGS else name
+
+
 def accepted_policy() -> str:
     """What `tessera plan` recommends by its figures of the held-out set."""
     return str(json.loads((ROOT / "docs" / "tile_policies.json").read_text())["recommended"])
@@ -157,8 +162,7 @@ class Pair:
     @property
     def servers(self) -> tuple[str, str]:
         """Whose servers both are asked of: the one above, the one below."""
-        above, below = (RUNGS[name].server or name if name in RUNGS else name for name in (self.rung, self.below))
-        return above, below
+        return server_of(self.rung), server_of(self.below)
 
     @property
     def ends(self) -> bool:
