@@ -39,11 +39,10 @@ def resize(image: np.ndarray, width: int, height: int) -> np.ndarray:
 
 if STAGE == "preprocess":
     from tessera.preprocess import preprocessor
-    from tessera.preprocess.decode import ResizeMode
     from tessera.tritonserver import preprocess as package
 
     preprocessor.decode = decode
-    preprocessor.RESIZE_MODES = {"reference": ResizeMode(resize, reduced=False)}
+    preprocessor.RESIZE_MODES = {"reference": resize}
 else:
     if STAGE == "vision_encoder":
         from tessera.tritonserver import vision as package

@@ -7,8 +7,6 @@ import base64
 import io
 import re
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import cv2
 import numpy as np
@@ -164,17 +162,6 @@ def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
     return pixels if orientation == 1 else pixels.copy()
 
 
-@dataclass(frozen=True)
-class ResizeMode:
-    """``resize(image, width, height)``: uint8 [H, W, 3] to uint8 [height, width, 3], maybe the image itself.
-
-    ``reduced``: whether the decoder may leave out pixels that the resize has no need of.
-    """
-
-    resize: Callable[[np.ndarray, int, int], np.ndarray]
-    reduced: bool
-
-
 def use_one_thread(name: str) -> None:
     """One thread for everything that the mode needs in this process; also loads it. Processes scale to the cores."""
     cv2.setNumThreads(1)
@@ -228,4 +215,5 @@ def resize_fast(image: np.ndarray, width: int, height: int) -> np.ndarray:
     return cv2.resize(image, (width, height), interpolation=cv2.INTER_CUBIC)
 
 
-RESIZE_MODES = {"reference": ResizeMode(resize_reference, reduced=False), "fast": ResizeMode(resize_fast, reduced=True)}
+RESIZE_MODES = {"reference": resize_reference, "fast": resize_fast}
+"""(image, width, height): uint8 [H, W, 3] to uint8 [height, width, 3], maybe the image itself."""

@@ -25,7 +25,7 @@ from tessera.models.family import (
 )
 from tessera.models.registry import family_for, read_config
 from tessera.preprocess.cascade import Cascade
-from tessera.preprocess.decode import RESIZE_MODES, decode, encoded_bytes, read_checked_header
+from tessera.preprocess.decode import RESIZE_MODES, decode, encoded_bytes, read_checked_header, resize_fast
 from tessera.preprocess.headers import Header
 from tessera.prompt.messages import Chat, parse_chat
 from tessera.prompt.prompt import Prompt, PromptBuilder
@@ -137,7 +137,7 @@ class Preprocessor:
                 family.policy(cut.asked, self.policy, self.max_cost)
         except InvalidRequest as error:
             raise ConfigError(f"preprocess: {error}") from None
-        self._mode = RESIZE_MODES[settings.resize]
+        self._resize = RESIZE_MODES[settings.resize]
         self.checkpoint = checkpoint
         self._digest_settings = f"pixels {PIXELS_VERSION}, resize {settings.resize}"
 
@@ -256,11 +256,11 @@ class Preprocessor:
 
     def _cut(self, picture: Picture, name: str, out: np.ndarray) -> None:
         decoded = decode(picture.data, self.limits, name, self._enough(picture.plan))
-        self.family.cut(decoded, picture.plan, self._mode.resize, out)
+        self.family.cut(decoded, picture.plan, self._resize, out)
 
     def _enough(self, plan: ImagePlan) -> tuple[int, int] | None:
         """Width and height of which a decoded picture need have no more; None for all of them."""
-        if not self._mode.reduced:
+        if self._resize is not resize_fast:
             return None
         return max(view.width for view in plan.views), max(view.height for view in plan.views)
 
