@@ -10,9 +10,35 @@ from statistics import fmean
 from types import TracebackType
 from typing import NamedTuple
 
-from tessera.settings.gpu import GpuMeter, Reading
+import pynvml
+
+from tessera.settings.gpu import GpuMeter
 
 INTERVAL_S = 0.1
+
+
+class Reading(NamedTuple):
+    """Of some GPUs at one moment: joules since their driver was loaded, in sum; the mean SM clock in MHz; the hottest
+    one's temperature in degrees Celsius; the mean share of NVML's last period (a sixth of a second or more) in which
+    anything ran on one."""
+
+    joules: float
+    mhz: float
+    celsius: float
+    busy: float
+
+    @classmethod
+    def of(cls, meter: GpuMeter) -> Reading:
+        """Raises OSError if a GPU does not answer."""
+        joules, cards = meter.joules(), meter.handles
+        try:
+            clocks = [pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_SM) for card in cards]
+            busy = [pynvml.nvmlDeviceGetUtilizationRates(card).gpu for card in cards]
+            heat = [pynvml.nvmlDeviceGetTemperature(card, pynvml.NVML_TEMPERATURE_GPU) for card in cards]
+        except pynvml.NVMLError as error:
+            raise OSError(f"a GPU does not say how it fares: {error}") from error
+        return cls(joules, fmean(clocks), max(heat), fmean(busy) / 100)
+
 
 #: when, by time.perf_counter(), and what
 Sample = tuple[float, Reading]
@@ -85,6 +111,6 @@ class GpuPower:
         assert self._meter is not None
         while not self._stop.wait(self._interval_s):
             try:
-                self.samples.append((time.perf_counter(), self._meter.read()))
+                self.samples.append((time.perf_counter(), Reading.of(self._meter)))
             except OSError:  # this time it did not tell
                 continue

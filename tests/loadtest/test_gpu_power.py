@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pynvml
 import pytest
-from gpu_power import Draw, GpuPower
+from gpu_power import Draw, GpuPower, Reading
 
-from tessera.settings.gpu import GpuMeter, Reading
+from tessera.settings.gpu import GpuMeter
 
 BY_NUMBER = {0: "first", 1: "second"}
 
@@ -44,7 +44,7 @@ def cards(monkeypatch) -> Cards:
 
 
 def test_joules_of_all_cards_are_added_clocks_and_busy_shares_are_means_and_the_hottest_counts(cards):
-    first, second = (GpuMeter(["0", "1"]).read() for _ in range(2))
+    first, second = (Reading.of(GpuMeter(["0", "1"])) for _ in range(2))
     assert (first.mhz, first.celsius, first.busy) == (1600.0, 61, 0.9)
     assert second.joules - first.joules == pytest.approx(2 * 0.02 * (690 + 650))  # two looks: one as it is made
 
@@ -53,7 +53,7 @@ def test_a_card_that_does_not_count_joules_is_refused_and_one_that_falls_silent_
     meter = GpuMeter(["0"])
     cards.silent = True
     with pytest.raises(OSError, match="a GPU does not say what it draws: Not Supported"):
-        meter.read()
+        Reading.of(meter)
     with pytest.raises(OSError, match="does not say"):
         GpuMeter(["0"])
 

@@ -58,7 +58,7 @@ class MetricsPage:
     def __init__(self, counts: Callable[[], dict[str, int]], meter: GpuMeter | None = None) -> None:
         self._counts = counts
         self._meter, self._joules = meter, Counter("tessera_gpu_joules_total", "Energy that the engine's GPU has drawn")
-        self._joules_before = meter.read().joules if meter else 0.0
+        self._joules_before = meter.joules() if meter else 0.0
         self._seen_busy = (0, time.monotonic_ns())
         self._gauges = {name: Gauge(f"tessera_{name}", words) for name, words in _GAUGES.items()}
         self._counters = {name: Counter(f"tessera_{name}_total", words) for name, words in _COUNTERS.items()}
@@ -107,7 +107,7 @@ class MetricsPage:
             self._ended.raise_to(count, reason=reason)
         if self._meter:
             with suppress(OSError):  # this time it did not tell
-                self._joules.raise_to(self._meter.read().joules - self._joules_before)
+                self._joules.raise_to(self._meter.joules() - self._joules_before)
 
     def _busy_since_last(self, busy: int) -> float:
         """Share of the time since the last call; a step counts when it ends, so a long one is capped."""
