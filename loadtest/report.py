@@ -19,16 +19,20 @@ BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
 def table(figures: Iterable[dict[str, Any]]) -> str:
-    """Markdown tables of the figures, one for each run, in the order of the runs' first figures."""
+    """Markdown lists of the figures, one for each run, in the order of the runs' first figures; those whose names
+    begin alike up to the last dot stand in one line."""
     runs: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for figure in figures:
         runs.setdefault(tuple(figure[key] for key in ("command", "machine", "commit", "date")), []).append(figure)
     lines = []
     for (command, *taken), run in runs.items():
-        lines += ["", f"`{command}`", f"({', '.join(taken)})", "", "| metric | value | ceiling |", "|---|---|---|"]
+        lines += ["", f"`{command}`", f"({', '.join(taken)})", ""]
+        alike: dict[str, list[str]] = {}
         for figure in run:
-            ceiling = rounded(figure["ceiling"]) if figure.get("ceiling") is not None else ""
-            lines.append(f"| `{figure['metric']}` | {rounded(figure['value'])} {figure['unit']} | {ceiling} |")
+            stem, _, name = figure["metric"].rpartition(".")
+            ceiling = f" ({rounded(figure['ceiling'])})" if figure.get("ceiling") is not None else ""
+            alike.setdefault(stem, []).append(f"{name} {rounded(figure['value'])} {figure['unit']}{ceiling}")
+        lines += [f"- `{stem}`: {', '.join(each)}" for stem, each in alike.items()]
     return "\n".join(lines) + "\n"
 
 
