@@ -250,7 +250,7 @@ class Simulation:
         request = Request(str(next(self._numbers)), ids, *none, sampling, arrival_ns=self.now)
         options = {"stop_ids": (EOS,), "cache_limit": None if user.questions > 1 else 0}
         if user.kind == "labels":
-            scorer = LabelScorer.encoded(LABELS, lambda text: [ord(each) for each in text], (EOS,))
+            scorer = LabelScorer(LABELS, lambda text: [ord(each) for each in text], (EOS,))
             sequence: Sequence = LabelSequence(request, scorer, **options)
         elif user.kind != "plain":
             kind = Slow if user.kind == "slow" else Constrained

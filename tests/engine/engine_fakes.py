@@ -171,7 +171,7 @@ def child_logprob(contents, child):
 
 def expected_label(contents, choices):
     """The tokens of the label that BookkeepingRunner finds best, computed without blocks or batches."""
-    scorer = LabelScorer.encoded(choices, lambda text: list(text.encode()), (EOS,))
+    scorer = LabelScorer(choices, lambda text: list(text.encode()), (EOS,))
     while not scorer.done:
         path, children = scorer.branch.path, scorer.branch.children
         scorer.observe([child_logprob([*contents, *path], child) for child in children])

@@ -35,9 +35,14 @@ def language_model(seed):
     return after
 
 
+def labelled(labels, token_ids, ends):
+    """A scorer of labels that have these tokens."""
+    return LabelScorer(labels, lambda text: dict(zip(labels, token_ids)).get(text.strip("\n"), []), ends)
+
+
 def scored(token_ids, after, ends=ENDS):
     """The scorer once all is known, and the branches it asked for."""
-    scorer, branches = LabelScorer([str(ids) for ids in token_ids], token_ids, ends), []
+    scorer, branches = labelled([str(ids) for ids in token_ids], token_ids, ends), []
     while not scorer.done:
         branches.append(scorer.branch)
         row = after(scorer.branch.path)
@@ -104,7 +109,7 @@ def test_what_the_model_rules_out_stays_a_number(odd):
 )
 def test_labels_that_cannot_be_told_apart(token_ids, message):
     with pytest.raises(InvalidRequest, match=message):
-        LabelScorer(["first", "second"], token_ids, ENDS)
+        labelled(["first", "second"], token_ids, ENDS)
 
 
 def test_labels_are_tokenized_as_an_answer_begins():
@@ -129,7 +134,7 @@ def test_a_branch_is_read_on_its_own_tokens(ahead):
     engine._runner.async_launch = ahead
     found = engine.submit(make_request(prompt, choices=choices))
     run(engine)
-    scorer = LabelScorer.encoded(choices, lambda text: ByteTokenizer().encode(text, False), (EOS,))
+    scorer = LabelScorer(choices, lambda text: ByteTokenizer().encode(text, False), (EOS,))
     while not scorer.done:
         path, children = scorer.branch.path, scorer.branch.children
         alone = Sequence(make_request([*prompt, *path], max_tokens=1))

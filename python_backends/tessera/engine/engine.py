@@ -239,8 +239,7 @@ class Engine:
             raise InvalidRequest(
                 "choices need a checkpoint that names the token that ends an answer; this one does not"
             )
-        encode = partial(self._tokenizer.encode, special=False)
-        labels = LabelScorer.encoded(choices, encode, self._eos_token_ids)
+        labels = LabelScorer(choices, partial(self._tokenizer.encode, special=False), self._eos_token_ids)
         if labels.largest_token >= self._runner.vocab_size:
             raise InvalidRequest(
                 f"choices hold the token {labels.largest_token}; the model knows 0..{self._runner.vocab_size - 1}"

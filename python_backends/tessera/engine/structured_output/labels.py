@@ -71,14 +71,16 @@ class LabelScorer:
     with the one just before it, and its last token is always new.
     """
 
-    def __init__(self, labels: Sequence[str], token_ids: Sequence[Sequence[int]], end_tokens: Collection[int]) -> None:
-        """Of at least two labels. ``token_ids``: each one's, without special tokens. ``end_tokens``: those that end an
-        answer.
+    def __init__(
+        self, labels: Sequence[str], encode: Callable[[str], Sequence[int]], end_tokens: Collection[int]
+    ) -> None:
+        """Of at least two labels. ``encode`` gives a text's token ids without special tokens. ``end_tokens``: those
+        that end an answer.
 
         Raises InvalidRequest naming labels that have no tokens, the same tokens, or one that ends an answer.
         """
         self._labels = tuple(labels)
-        self._token_ids = tuple(tuple(ids) for ids in token_ids)
+        self._token_ids = tuple(tuple(label_token_ids(label, encode)) for label in labels)
         _check(self._labels, self._token_ids, end_tokens)
         closed = [(*ids, END) for ids in self._token_ids]
         by_tokens = sorted(range(len(closed)), key=closed.__getitem__)
@@ -86,13 +88,6 @@ class LabelScorer:
         self._observed = 0
         self._logprobs = [0.0] * len(closed)
         self._decisions = [0] * len(closed)
-
-    @classmethod
-    def encoded(
-        cls, labels: Sequence[str], encode: Callable[[str], Sequence[int]], end_tokens: Collection[int]
-    ) -> LabelScorer:
-        """Of labels as text. ``encode`` gives a text's token ids without special tokens; raises as the constructor."""
-        return cls(labels, [label_token_ids(label, encode) for label in labels], end_tokens)
 
     @property
     def branch(self) -> Branch | None:
