@@ -9,12 +9,9 @@ from importlib import import_module
 PROGRAMS = {
     "load": ("load", "a load on our server or any of OpenAI's API: workloads, sweeps, an open loop"),
     "peers": ("bench.peers", "other engines beside ours, in turns: who is ahead, and by what watts"),
-    "jobs": ("bench.jobs", "questions beside a batch job: first tokens, and what the job loses"),
     "batch": ("bench.batch", "`tessera batch` through kills, and alone with a million rows"),
     "bits": ("bench.bits", "whether answers keep their bits among 256 others, with `deterministic` and without"),
     "poison": ("bench.poison", "odd pictures among good ones: no good answer may change"),
-    "floods": ("bench.floods", "plain questions while somebody floods the server"),
-    "starts": ("bench.starts", "cold starts, each with a first burst: does every stage live?"),
     "remote": ("bench.remote", "the vision stage on a server of its own, with and without TCP_NODELAY"),
     "pixels": ("bench.pixels", "4K and 8K pictures served, decoded by the CPU and by the GPU"),
     "replay": ("bench.replay", "pages of real documents, asked as `tessera parse` asks"),
@@ -37,10 +34,6 @@ PROGRAMS = {
     "vision": ("bench.vision", "a vision tower alone on a GPU, in bf16 and FP8"),
     "account": ("bench.account", "what a workload's requests cost without a server: tower, prompts, answers"),
     "attention": ("bench.attention", "the vision tower's attention on a GPU, beside what others offer"),
-    "decode_layer": (
-        "bench.decode_layer",
-        "a layer of a small decode step, beside kernels that fetch before they wait",
-    ),
     "kernels": ("bench.kernels", "the engine's kernels on a GPU: elementwise, products, attention"),
 }
 """Name -> (module, or module:function where that is not ``main``; what it measures)."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import bench
 import pytest
-from bench import account, batch, jobs, vision
+from bench import account, batch, vision
 from gpu_power import Draw
 from serving import DEFAULT_CHECKPOINT
 from tiny_checkpoints import Shape, hf_native
@@ -57,20 +57,6 @@ def test_a_job_alone(emitted: Any) -> None:
     figures = emitted(batch, "alone", "--rows", "200")
     assert list(figures) == [f"batch.alone.200.{name}" for name in ("rows_s", "memory_mb", "resume_s")]
     assert all(line["value"] > 0 for line in figures.values())
-
-
-def test_what_questions_wait_and_what_the_job_loses(emitted: Any, stood_in: Any, monkeypatch: Patch) -> None:
-    stood_in(jobs)
-    # What the job loses here, and how long a starved machine takes, is chance; four hundred answers take so long that
-    # some question comes meanwhile.
-    monkeypatch.setattr(jobs, "BARS", dict.fromkeys(jobs.BARS, float("inf")))
-    options = ["--gpus", "", "--concurrency", "4", "--least", "400", "--processes", "1", "--rate", "50", "--seed", "3"]
-    figures = emitted(jobs, *options)
-    assert set(figures) == {"jobs.ttft_p50_ms", "jobs.ttft_p99_ms", "jobs.loss_pct"}
-    p50, p99 = figures["jobs.ttft_p50_ms"], figures["jobs.ttft_p99_ms"]
-    assert 0 < p50["value"] <= p99["value"] and p50["questions"] > 0
-    loss = figures["jobs.loss_pct"]
-    assert abs(loss["value"] - 100 * (1 - loss["beside_req_s"] / (sum(loss["alone_req_s"]) / 2))) < 0.1
 
 
 @pytest.mark.parametrize(
