@@ -143,7 +143,7 @@ def report(name: str, found: Comparison, options: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
-    parser.add_argument("--questions", type=int, default=24, help="of a turn")
+    parser.add_argument("--questions", type=int, default=48, help="of a turn")
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--minutes", type=float, default=4, help="after which a part begins no other turn")
     parser.add_argument("--set", nargs="*", default=[], metavar="STAGE.PARAMETER=VALUE", dest="settings")
