@@ -67,11 +67,12 @@ def _around(middle: float, half: float) -> Ratio:
 def in_turns(
     ways: Mapping[str, Sequence[str]], workload: Workload, turns: int, processes: int, seed: int, least: int = 0
 ) -> dict[str, Runs]:
-    """Asks each way's servers, at these gRPC addresses, the workload in each turn. Nobody sees a picture twice."""
+    """Asks each way's servers, at these gRPC addresses, the workload in each turn, in the order given and back. Nobody
+    sees a picture twice."""
     runs: dict[str, Runs] = {way: [] for way in ways}
     seeds = count(seed)
     for turn in range(turns):
-        for way, addresses in ways.items():
+        for way, addresses in list(ways.items())[:: -1 if turn % 2 else 1]:
             run = take(TesseraAsker(list(addresses), workload, next(seeds)), processes, least=least).run
             runs[way].append(run)
             told = f"{run.requests_s:.2f} req/s, p99 {1e3 * run.p99:.0f} ms"
