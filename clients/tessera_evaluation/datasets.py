@@ -4,11 +4,9 @@ A dataset is a list of :class:`Item`; whatever makes one can be measured by :mod
 """
 
 import csv
-import hashlib
-import os
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,34 +50,35 @@ def heldout_items(
 
     Raises InvalidRequest where the project's repository is not to be found.
     """
-    scene_folder = find_scene_folder(root)
-    sys.path.insert(0, str(scene_folder))
+    scene_folder = str(find_scene_folder(root))
+    sys.path.insert(0, scene_folder)
     try:
         import scene
+
+        heldout = scene.heldout() if limit is None else scene.heldout(limit)
+        folder = folder / f"heldout-{scene.fingerprint()}"
+        folder.mkdir(parents=True, exist_ok=True)
+        shared = ("question", "answer", "kind", "cls", "width", "height")
+        items = [
+            Item(
+                picture=folder / f"{each.scene_seed}.jpg",
+                scored=each.cls in scene.HAZARDS,
+                **{name: getattr(each, name) for name in shared},
+            )
+            for each in heldout
+        ]
+        pictures = ((each.scene_seed, item.picture) for each, item in zip(heldout, items, strict=True))
+        unrendered = [(seed, picture) for seed, picture in pictures if not picture.exists()]
+        for done, _ in enumerate(scene.draw(unrendered, "heldout"), 1):
+            if progress is not None:
+                progress(done, len(unrendered))
+        return items
     except ImportError as error:
         raise InvalidRequest(
             f"the renderer in {SCENE_FOLDER} cannot be imported: {error}", "pip install numpy opencv-python-headless"
         ) from error
     finally:
-        sys.path.remove(str(scene_folder))
-    heldout = scene.heldout() if limit is None else scene.heldout(limit)
-    folder = folder / f"heldout-{_fingerprint(scene_folder)}"
-    folder.mkdir(parents=True, exist_ok=True)
-    shared = ("question", "answer", "kind", "cls", "width", "height")
-    items = [
-        Item(
-            picture=folder / f"{each.scene_seed}.jpg",
-            scored=each.cls in scene.HAZARDS,
-            **{name: getattr(each, name) for name in shared},
-        )
-        for each in heldout
-    ]
-    pictures = ((each.scene_seed, item.picture) for each, item in zip(heldout, items, strict=True))
-    unrendered = [(seed, str(picture)) for seed, picture in pictures if not picture.exists()]
-    for done, _ in enumerate(_rendered(unrendered, scene_folder), 1):
-        if progress is not None:
-            progress(done, len(unrendered))
-    return items
+        sys.path.remove(scene_folder)
 
 
 def find_scene_folder(root: Path | None = None) -> Path:
@@ -93,44 +92,6 @@ def find_scene_folder(root: Path | None = None) -> Path:
         f"the held-out set is rendered by {SCENE_FOLDER}/scene, which is not here",
         "run inside a checkout of the Tessera repository, or measure your own pictures with --folder",
     )
-
-
-def _rendered(tasks: Sequence[tuple[int, str]], scene_folder: Path) -> Iterator[None]:
-    if not tasks:
-        return
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
-
-    count = min(os.cpu_count() or 1, len(tasks))
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, spawn, initializer=_prepare_worker, initargs=(str(scene_folder),)) as pool:
-        yield from pool.map(_render, tasks, chunksize=4)
-
-
-def _prepare_worker(scene_folder: str) -> None:
-    sys.path.insert(0, scene_folder)
-    if hasattr(os, "nice"):
-        os.nice(10)
-    import cv2
-
-    cv2.setNumThreads(1)
-
-
-def _render(task: tuple[int, str]) -> None:
-    import scene
-
-    seed, path = task
-    unfinished = f"{path}.{os.getpid()}"
-    with open(unfinished, "wb") as file:
-        file.write(scene.encode_jpeg(scene.sample(seed, "heldout")))
-    os.replace(unfinished, path)
-
-
-def _fingerprint(scene_folder: Path) -> str:
-    digest = hashlib.blake2b(digest_size=6)
-    for source in sorted((scene_folder / "scene").glob("*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()
 
 
 def folder_items(folder: Path, limit: int | None = None, *, answers: bool = True) -> list[Item]:

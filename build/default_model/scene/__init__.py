@@ -4,6 +4,7 @@
 `boxes` its labels; `heldout()` the fixed held-out set.
 """
 
+from .drawing import draw, fingerprint
 from .heldout import HeldoutItem, heldout
 from .parameters import HAZARDS, Scene
 from .questions import KINDS, ORDINARY, Question, ask, boxes, describe, questions
@@ -20,7 +21,9 @@ __all__ = [
     "ask",
     "boxes",
     "describe",
+    "draw",
     "encode_jpeg",
+    "fingerprint",
     "heldout",
     "questions",
     "render",
