@@ -43,9 +43,10 @@ class Chart:
             self.text(left - 8, self.y(value) + 4, label, "end")
         self.text((left + right) / 2, bottom + 42, title, "middle")
 
-    def text(self, x: float, y: float, text: str, anchor: str = "start", fill: str = "black", **font: str) -> None:
-        style = "".join(f' font-{name}="{value}"' for name, value in font.items())
-        self.parts.append(f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{fill}"{style}>{escape(text)}</text>')
+    def text(self, x: float, y: float, text: str, anchor: str = "", fill: str = "", **font: str) -> None:
+        style = f' text-anchor="{anchor}"' * bool(anchor) + f' fill="{fill}"' * bool(fill)
+        style += "".join(f' font-{name}="{value}"' for name, value in font.items())
+        self.parts.append(f'<text x="{x}" y="{y}"{style}>{escape(text)}</text>')
 
     def line(self, x1: float, y1: float, x2: float, y2: float, style: str = GRID) -> None:
         self.parts.append(f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" {style}/>')
