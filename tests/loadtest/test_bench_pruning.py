@@ -18,17 +18,17 @@ CLIENT = replay_set.Client(
 
 
 def test_shares_are_of_all_groups(tmp_path: Path, emitted: Any) -> None:
-    """A white page of 4 x 8 groups is two blocks, and its crop of 4 x 2 is a part of one."""
+    """A white page of 4 x 8 groups and its crop of 4 x 2."""
     requests = Request("[layout]", 7), Request("[default]", 3, (0, 0, 1000, 250))
     replay_set.write(tmp_path / "set.zip", CLIENT, [(Page("a.pdf 1", requests), Image.new("RGB", (112, 224), "white"))])
     found = emitted(pruning, str(tmp_path / "set.zip"))
-    for step, groups, kept in (("layout", 32, 2), ("crops", 8, 1)):
+    for step, groups in (("layout", 32), ("crops", 8)):
         for kind in ("png", "jpeg90"):
             line = found[f"pages.pruned.{step}.{kind}"]
-            assert line["value"] == round(1 - kept / groups, 4)
-            assert line["patches_a_page"] == {"whole": 4 * groups, "pruned": 4 * kept}
+            assert line["value"] == round(1 - 1 / groups, 4)
+            assert line["patches_a_page"] == {"whole": 4 * groups, "pruned": 4}
             tokens = line["prompt_tokens_a_page"]
-            assert tokens["whole"] - tokens["pruned"] == groups - kept
+            assert tokens["whole"] - tokens["pruned"] == groups - 1
 
 
 def test_points_are_of_the_same_questions(emitted: Any, stood_in: Any, monkeypatch: Any) -> None:

@@ -139,7 +139,7 @@ class ModelFamily(ABC):
         """Whether units of a picture may be left out by this policy, as :meth:`distinct` says."""
         return False
 
-    def distinct(self, units: np.ndarray, plan: ImagePlan) -> np.ndarray:
+    def distinct(self, units: np.ndarray) -> np.ndarray:
         """Which units of a picture are to be kept, bool [cost]; ``units`` uint8 [cost, bytes of each], as they are
         cut."""
         raise NotImplementedError

@@ -214,7 +214,7 @@ class Preprocessor:
         pixels = np.empty(picture.plan.pixel_bytes, np.uint8)
         self._cut(picture, name, pixels)
         units = pixels.reshape(picture.plan.cost, -1)
-        kept = self.family.distinct(units, picture.plan)
+        kept = self.family.distinct(units)
         if kept.all():
             return picture if picture.kind == KIND_ENCODED else replace(picture, wire=pixels)
         bits = np.packbits(kept)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
+import numpy as np
 import torch
 
 from tessera.checkpoint.config import CheckpointConfig
@@ -94,11 +95,11 @@ class PatchTower(Tower):
 def places_of(height: int, width: int, merge: int, kept: bytes | None = None) -> torch.Tensor:
     """Row and column of each patch of a picture of height x width patches, in the order of its groups, of all or of
     those that are ``kept``: int32 [n, 2]."""
-    grid = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"), dim=-1)
-    groups = grid.view(height // merge, merge, width // merge, merge, 2).transpose(1, 2).flatten(0, 1)
-    if kept is not None:
-        groups = groups[torch.from_numpy(units_of(kept, len(groups)))]
-    return groups.reshape(-1, 2).to(torch.int32)
+    units = height * width // merge**2
+    groups = np.arange(units) if kept is None else np.flatnonzero(units_of(kept, units))
+    corners = merge * np.stack(np.divmod(groups, width // merge), axis=-1)
+    places = corners[:, None] + np.indices((merge, merge)).reshape(2, -1).T
+    return torch.from_numpy(places.reshape(-1, 2).astype(np.int32))
 
 
 def _patches(height: int, width: int, merge: int, kept: bytes | None = None) -> int:

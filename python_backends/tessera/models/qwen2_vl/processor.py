@@ -24,7 +24,6 @@ MOST_PIXELS = 2**31 - 1
 LOW_PIXELS = 512 * 512  # of a picture in low detail, as OpenAI has it
 BOUNDS = ("min_pixels", "max_pixels")
 PRUNE = get_args(get_type_hints(PixelRange)["prune"])
-BLOCK = 4  # groups of patches along a side of what is looked through for equal ones, from the picture's corner on
 
 
 def smart_resize(width: int, height: int, factor: int, limits: PixelRange) -> tuple[int, int]:
@@ -129,15 +128,11 @@ class Qwen2VL(ModelFamily):
     def prunes(self, policy: PixelRange) -> bool:
         return policy.prune == "equal"
 
-    def distinct(self, units: np.ndarray, plan: ImagePlan) -> np.ndarray:
-        """Of equal groups of patches in a block of BLOCK x BLOCK the first, in reading order: equal byte for byte."""
-        _, across = plan.views[0].grid
-        seen, kept = set(), np.empty(plan.cost, bool)
-        for index, group in enumerate(units):
-            row, column = divmod(index, across)
-            key = row // BLOCK, column // BLOCK, group.tobytes()
-            kept[index] = key not in seen
-            seen.add(key)
+    def distinct(self, units: np.ndarray) -> np.ndarray:
+        """Of equal groups of patches the first, in reading order: equal byte for byte."""
+        _, first = np.unique(units.view(f"V{units.shape[1]}"), return_index=True)
+        kept = np.zeros(len(units), bool)
+        kept[first] = True
         return kept
 
     def without(self, plan: ImagePlan, kept: bytes) -> ImagePlan:
