@@ -1,7 +1,7 @@
 """From pages to what the model is asked and answers: crops as MinerU's client cuts them, answers in its grammar."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
 
@@ -77,8 +77,8 @@ class Sample:
 
     ``patches`` uint8 [patches, 196], grey, groups of four next to each other; ``places`` int16 [patches, 2]; ``answer``
     token ids with the one that ends them; ``dense`` int16 [patches, 3]: see :func:`glyph_targets` and
-    :func:`layout_targets`; ``blocks`` int16 [blocks + 1, 5] of a layout: 1 + kind, and the box as the answer states it,
-    from 1 on, for 0 stands for none.
+    :func:`layout_targets`; ``sides``: how many groups the whole picture has down and across; ``blocks`` int16
+    [blocks + 1, 5] of a layout: 1 + kind, and the box as the answer states it, from 1 on, for 0 stands for none.
     """
 
     step: str
@@ -87,7 +87,15 @@ class Sample:
     places: np.ndarray
     answer: list[int]
     dense: np.ndarray
+    sides: tuple[int, int]
     blocks: np.ndarray | None = None
+
+    def pruned(self) -> "Sample":
+        """Without the groups that equal an earlier one."""
+        groups = self.patches.reshape(-1, MERGE**2 * PATCH**2)
+        _, first = np.unique(groups.view(f"V{groups.shape[1]}"), return_index=True)
+        kept = (np.sort(first)[:, None] * MERGE**2 + np.arange(MERGE**2)).ravel()
+        return replace(self, patches=self.patches[kept], places=self.places[kept], dense=self.dense[kept])
 
 
 def patched(picture: Image.Image) -> tuple[np.ndarray, np.ndarray]:
@@ -144,7 +152,8 @@ def layout_sample(page: Page, tokens: ChatTokens) -> Sample:
     blocks = [(0,) * 5, *((1 + KINDS.index(block.kind), *thousandths(block.box, page)) for block in page.blocks)]
     answer = tokens.answer(layout_answer(page))
     dense = layout_targets(page)[tuple(places.T)]
-    return Sample("layout", "layout", patches, places, answer, dense, np.array(blocks, np.int16))
+    sides = (LAYOUT_SIDE // GROUP,) * 2
+    return Sample("layout", "layout", patches, places, answer, dense, sides, np.array(blocks, np.int16))
 
 
 def block_sample(page: Page, picture: Image.Image, block: Block, tokens: ChatTokens, dice: Random | None) -> Sample:
@@ -158,4 +167,5 @@ def block_sample(page: Page, picture: Image.Image, block: Block, tokens: ChatTok
     prepared = cut(picture, (box[0], box[1], box[2], box[3]))
     patches, places = patched(prepared.picture)
     dense = glyph_targets(block, prepared, tokens)[tuple(places.T)]
-    return Sample(step_of(block.kind), block.kind, patches, places, tokens.answer(block.answer), dense)
+    sides = prepared.picture.height // GROUP, prepared.picture.width // GROUP
+    return Sample(step_of(block.kind), block.kind, patches, places, tokens.answer(block.answer), dense, sides)

@@ -25,12 +25,13 @@ PENALTIES = {"layout": (0.0, 0.0), "text": (1.0, 0.05), "equation": (1.0, 0.05),
 class Plan:
     """What is in the batches. ``patches``: about how many of crops a batch has; ``chunk``: at most how many of them a
     chunk has, padding included; ``layouts``: whole pages a batch; ``longest``: tokens of an answer, above which a
-    sample is left out."""
+    sample is left out; ``pruned``: the percentage of samples without equal groups."""
 
     patches: int = 160_000
     chunk: int = 64_000
     layouts: int = 6
     longest: int = 1000
+    pruned: int = 0
 
 
 @dataclass
@@ -60,7 +61,7 @@ def prompt(sample: Sample, tokens: ChatTokens) -> list[int]:
 
 def chunk(samples: Sequence[Sample], tokens: ChatTokens) -> Chunk:
     count, most, layout = len(samples), max(len(s.patches) for s in samples), samples[0].step == "layout"
-    if not layout:  # whose samples are equally long and take no mask, which wants multiples of 16
+    if any(len(sample.patches) < most for sample in samples):  # they take a mask, which wants multiples of 16
         most = -(-most // 16) * 16
     prompts = [prompt(sample, tokens) for sample in samples]
     width = max(len(before) + len(sample.answer) - 1 for before, sample in zip(prompts, samples))
@@ -84,7 +85,7 @@ def chunk(samples: Sequence[Sample], tokens: ChatTokens) -> Chunk:
         held["dense"][index, :patches] = sample.dense
         line = [*before, *told]
         held["ids"][index, : len(line)] = line
-        held["positions"][:, index, : len(line)] = positions(len(tokens.head), sample.places, len(line))
+        held["positions"][:, index, : len(line)] = positions(len(tokens.head), sample, len(line))
         flat["source"].append(index * (most // 4) + np.arange(rows))
         flat["to"].append(index * width + len(tokens.head) + np.arange(rows))
         if sample.blocks is not None:
@@ -98,14 +99,14 @@ def chunk(samples: Sequence[Sample], tokens: ChatTokens) -> Chunk:
     return Chunk(layout, held)
 
 
-def positions(head: int, places: np.ndarray, length: int) -> np.ndarray:
+def positions(head: int, sample: Sample, length: int) -> np.ndarray:
     """int32 [3, length]: M-RoPE's, of one picture after ``head`` tokens."""
-    rows = places[::4] // 2
+    rows = sample.places[::4] // 2
     found = np.empty((3, length), np.int32)
     found[:, :head] = np.arange(head)
     after = head + len(rows)
     found[0, head:after], found[1:, head:after] = head, head + rows.T
-    found[:, after:] = head + int(rows.max()) + 1 + np.arange(length - after)
+    found[:, after:] = head + max(sample.sides) + np.arange(length - after)
     return found
 
 
@@ -149,6 +150,7 @@ def batch(number: int, plan: Plan, tokens: ChatTokens) -> list[Chunk]:
             if len(sample.answer) <= plan.longest:
                 samples.append(sample)
                 used += len(sample.patches)
+    samples = [sample.pruned() if dice.randrange(100) < plan.pruned else sample for sample in samples]
     return list(chunks(samples, tokens, plan.chunk))
 
 

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from document_samples import BEGINS, ENDS, NUMBER
+from document_samples import BEGINS, ENDS, LAYOUT_SIDE, NUMBER, PATCH
 from torch import nn
 from transformers import Qwen2VLForConditionalGeneration
 
@@ -154,12 +154,12 @@ def looking_loss(
     """
     numbers = row_numbers(held["dense"][..., NUMBER])
     rows = numbers.shape[1]
-    lines = held["line"][:, head + rows :]
+    lines = held["line"][:, head:]  # also from among the rows: an answer begins sooner where some are left out
     there = (numbers[:, None] == lines[..., None, None]).any(-1)
     counted = (lines > 0) & there.any(-1)
     total = torch.zeros((), device=lines.device)
     for layer in LOOKING:
-        shares = looks(model, layer, entering[layer], held["positions"], head + rows)
+        shares = looks(model, layer, entering[layer], held["positions"], head)
         shares = shares[..., head : head + rows].masked_fill(~there, -1e4).logsumexp(-1)
         total = total - torch.where(counted, shares, 0).sum() / len(LOOKING)
     return total
@@ -194,14 +194,17 @@ class DenseHead(nn.Module):
         """Summed over patches: the tower's last states [pages, patches, width], the text body's states of the rows
         [pages, patches / 4, text width], a chunk's arrays."""
         goal, blocks = held["dense"], held["blocks"]
+        real = torch.arange(goal.shape[1], device=goal.device) < held["lengths"][:, None]
         own, before = _blocks_of(blocks, goal[..., NUMBER])
         said = self.patch(states).float()
         kinds, corners, sides = said.split((said.shape[-1] - 10, 2, 8), dim=-1)
-        covers = F.cross_entropy(kinds.flatten(0, 1), own[..., 0].flatten(), reduction="sum")
-        ends = F.binary_cross_entropy_with_logits(
-            corners, goal[..., [BEGINS, ENDS]].float(), reduction="sum", pos_weight=self.rare
+        covers = F.cross_entropy(
+            kinds.flatten(0, 1), torch.where(real, own[..., 0], NONE).flatten(), ignore_index=NONE, reduction="sum"
         )
-        middles = (held["places"].flip(-1) + 0.5) / math.isqrt(goal.shape[1])
+        ends = F.binary_cross_entropy_with_logits(
+            corners, goal[..., [BEGINS, ENDS]].float(), real[..., None].float(), reduction="sum", pos_weight=self.rare
+        )
+        middles = (held["places"].flip(-1) + 0.5) / (LAYOUT_SIDE // PATCH)
         sides = SIDE * sides.unflatten(-1, (2, 4)) + middles.repeat(1, 1, 2)[:, :, None]
         near = _distance(sides, torch.stack((own, before), 2))
 
@@ -209,7 +212,8 @@ class DenseHead(nn.Module):
         kinds, digits, sides = self.row(rows).float().unflatten(-1, (2, 2, -1)).split(self.parts, dim=-1)
         kind, box = both[..., 0], both[..., 1:]
         # That there is no block counts, and that there is none before one; not what is before none.
-        told = torch.stack((kind[..., 0], torch.where(kind[..., 0] > 0, kind[..., 1], NONE)), -1)
+        first = torch.where(real[:, ::4, None], kind[..., 0], NONE)
+        told = torch.stack((first, torch.where(kind[..., 0] > 0, kind[..., 1], NONE)), -1)
         named = F.cross_entropy(kinds.flatten(0, -2), told.flatten(), ignore_index=NONE, reduction="sum")
         spelt = torch.stack((box // 100, box // 10 % 10, box % 10), -1)
         spelt = torch.where(kind[..., None, None] > 0, spelt, NONE).flatten()

@@ -25,7 +25,7 @@ from transformers import Qwen2VLForConditionalGeneration
 from pages import KINDS
 
 PATCH_LOSSES = ("letters", "blocks")
-PLANNED = ("patches", "chunk", "layouts")
+PLANNED = ("patches", "chunk", "layouts", "pruned")
 
 
 def random_gain(count: int, device: torch.device, generator: torch.Generator) -> torch.Tensor:
@@ -130,8 +130,10 @@ class DocumentTrainer(Trainer):
             hidden = self._say(self.model, x, held["positions"], entering)
             logits = self.model.lm_head(hidden.flatten(0, 1)[held["asked"]]).float()
             if batch.layout:
-                rows = entering[LOOKING[0]].flatten(0, 1)[held["to"]].view(len(states), -1, hidden.shape[-1])
-                dense = self.head.layout_loss(states, rows, held)
+                looked_at = entering[LOOKING[0]].flatten(0, 1)
+                rows = looked_at.new_zeros(states[..., 0].numel() // 4, hidden.shape[-1])
+                rows[held["source"]] = looked_at[held["to"]]
+                dense = self.head.layout_loss(states, rows.view(len(states), -1, hidden.shape[-1]), held)
                 looking = looking_loss(self.model, entering, held, self._head_tokens)
             else:
                 found = self.head.character(states).float()

@@ -83,8 +83,8 @@ def answers(client: Client, chats: Sequence[Chat], policy: Any, concurrency: int
         return list(tqdm(pool.map(ask, chats), told, len(chats)))
 
 
-def read(count: int, concurrency: int) -> None:
-    """Emits what the default document model loses on the first ``count`` held-out pages."""
+def read(checkpoint: Path, count: int, concurrency: int, label: str) -> None:
+    """Emits what a document model loses on the first ``count`` held-out pages."""
     from document_batches import PENALTIES
     from document_tokens import PROMPTS, SYSTEM, ChatTokens
     from evaluate import ROOM, HeldOut, unpatched
@@ -103,7 +103,7 @@ def read(count: int, concurrency: int) -> None:
             found.append((messages, sampling | {"max_tokens": int(ROOM * len(sample.answer)) + 8}))
         return found
 
-    with serve(Setup(checkpoint=DOCUMENTS)) as server, Client(server.grpc[0], timeout=None) as client:
+    with serve(Setup(checkpoint=checkpoint)) as server, Client(server.grpc[0], timeout=None) as client:
         for kind, file in FILES.items():
             asked, read, tokens = chats(file), {}, {}
             for way, policy in WAYS.items():
@@ -113,7 +113,7 @@ def read(count: int, concurrency: int) -> None:
             notes = {"pages": count, "answers": len(asked), "image_tokens": tokens, **read}
             for name, most in LOST.items():
                 lost = 100 * (read["pruned"][name] - read["whole"][name]) * (1 if name == "cer" else -1)
-                figures.emit(f"pages.pruned.{name}_lost.{kind}", round(lost, 2), "points", at_most=most, **notes)
+                figures.emit(f"pages.pruned.{name}_lost.{kind}{label}", round(lost, 2), "points", at_most=most, **notes)
 
 
 def main() -> int:
@@ -122,9 +122,11 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, metavar="N", help="one in N of the set's pages (all)")
     parser.add_argument("--pages", type=int, default=24, help="held-out pages (%(default)s)")
     parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--checkpoint", type=Path, default=DOCUMENTS, help="another document model")
+    parser.add_argument("--label", default="", help="ends the figures' names, with a dot before it")
     options = parser.parse_args()
     if options.set:
         count_groups(options.set, options.every)
     else:
-        read(options.pages, options.concurrency)
+        read(options.checkpoint, options.pages, options.concurrency, options.label and f".{options.label}")
     return 0

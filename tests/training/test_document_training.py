@@ -1,5 +1,6 @@
 """Training on documents: forwards as transformers', batches, targets, where a run begins, scores."""
 
+import io
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,12 @@ import pytest
 import torch
 from answer_sheet import RIGHT, WRONG, write
 from checkpoints import DOCUMENTS
-from document_batches import PENALTIES, Plan, batch, chunk
+from document_batches import PENALTIES, Batch, Plan, batch, chunk
 from document_network import LOOKING, embedded, image_rows, looks, patch_states, text_states
 from document_samples import Sample, block_sample, layout_sample
-from document_tokens import ChatTokens
-from document_trainer import penalised
-from evaluate import HeldOut, failures, inputs, write_failures
+from document_tokens import PROMPTS, SYSTEM, ChatTokens
+from document_trainer import DocumentTrainer, penalised
+from evaluate import HeldOut, failures, inputs, unpatched, write_failures
 from PIL import Image, ImageColor
 from safetensors.torch import load_file
 from table_similarity import table, teds
@@ -24,6 +25,7 @@ from trainer import Trainer
 from transformers import Qwen2VLForConditionalGeneration
 
 import pages
+from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
 
 TOKENS = ChatTokens()
 
@@ -158,6 +160,44 @@ def test_each_token_of_a_layout_s_answer_is_said_of_the_block_of_its_line() -> N
     for number in range(1, len(sample.blocks)):
         spelt = TOKENS.decode([sample.answer[asked.index(place)] for place, n in said.items() if n == number])
         assert spelt == "\n" * (number > 1) + texts[number - 1]
+
+
+def test_a_pruned_sample_is_what_the_server_makes_of_its_picture() -> None:
+    sample = layout_sample(pages.sample(3), TOKENS)
+    buffer = io.BytesIO()
+    Image.fromarray(unpatched(sample)).convert("RGB").save(buffer, "PNG")
+    content = [{"type": "image"}, {"type": "text", "text": PROMPTS["layout"]}]
+    turns = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
+    asked = PreprocessRequest(messages=turns, images=[buffer.getvalue()], tile_policy={"prune": "equal"})
+    served = Preprocessor.from_checkpoint(DOCUMENTS)(asked)
+    pruned, before = sample.pruned(), served.input_ids
+    held = chunk([pruned], TOKENS).arrays
+    assert len(pruned.patches) < len(sample.patches)
+    assert np.array_equal(held["ids"][0, : len(before)], before)
+    assert np.array_equal(held["positions"][:, 0, : len(before)], served.positions)
+    bits = -(-len(sample.patches) // 32)
+    assert np.array_equal(held["patches"][0].ravel(), served.pixels[bits:].reshape(-1, 3)[:, 0])
+
+
+def test_pruned_layouts_side_by_side_lose_what_each_does_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, cpu = DocumentTrainer(TOKENS, torch.device("cpu"), 1e-3), torch.device("cpu")
+    monkeypatch.setattr(
+        "document_trainer.random_gain", lambda count, *_: torch.tensor([[1.0], [0.0]]).expand(count, 2, 3)
+    )
+    for layer in (trainer.head.patch, trainer.head.row):
+        torch.nn.init.normal_(layer.weight, std=0.02)
+
+    @torch.inference_mode()
+    def lost(samples: list[Sample]) -> dict[str, torch.Tensor]:
+        made = chunk(samples, TOKENS)
+        together = Batch(made, made.arrays.pop("patches"), cpu)
+        return trainer.chunk_losses(together, 1.0, torch.Generator())
+
+    samples = [layout_sample(pages.sample(number), TOKENS).pruned() for number in (3, 5)]
+    apart = [lost([sample]) for sample in samples]
+    assert len(samples[0].patches) != len(samples[1].patches)
+    for name, value in lost(samples).items():
+        torch.testing.assert_close(value, apart[0][name] + apart[1][name], rtol=1e-4, atol=0)
 
 
 def test_edits() -> None:
