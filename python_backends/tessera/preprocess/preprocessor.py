@@ -34,7 +34,7 @@ from tessera.prompt.tokenizer import Tokenizer
 from tessera.settings.stages import PreprocessSettings
 
 # Part of every digest: raise it when the same bytes and plan would give other pixels than before.
-PIXELS_VERSION = "2"
+PIXELS_VERSION = "3"
 # Longer pictures are decoded here: the GPU's resize holds a weight for each pixel of a side and each of the result's.
 MOST_GPU_SIDE = 16384
 
