@@ -4,8 +4,9 @@ and without, and pages of MinerU2.5's shape whose drafts are accepted as was mea
 Blocks are the generator's own, asked as MinerU's client asks for them, one by one; an answer is what the default
 document model says. Each of its tokens is one that the draft has at that place, another one than it has, or one for
 which it has none: the answer's marks. They are counted in that model's tokens, nearly all of one character, and in
-those of MinerU2.5's shape, which has 8,004. That shape has random weights and no answers of its own, so that
-:mod:`bench.drafts_stage` has its server accept by the marks that a request carries as its draft.
+those of MinerU2.5's shape, whose 8,004 are made to do as MinerU2.5's own; there earlier answers draft as well, layouts
+too. That shape has random weights and no answers of its own, so that :mod:`bench.drafts_stage` has its server accept
+by the marks that a request carries as its draft.
 """
 
 import argparse
@@ -25,18 +26,24 @@ from load import Target
 from measuring import Taken, drive
 from PIL import Image
 from serving import Running, serve, setup
+from tokenizers import pre_tokenizers
 from tqdm import tqdm
 
 from bench import drafts_pages, replay, replay_set
 from bench.drafts import DOCUMENTS, MINERU, both, drafting, emit, figure_name, turns
 from bench.drafts_exact import Case, ask_all
 from bench.replay_set import Page, ReplaySet, Request
+from tessera.engine.drafts.drafter import Drafter
+from tessera.engine.drafts.text import EarlierAnswers, Suffixes, TextDraft
+from tessera.prompt.tokenizer import Tokenizer
 from tessera_documents import TesseraVlmClient
 from tessera_documents.engine import Mineru
 from tessera_documents.job import Job, quiet
 from tessera_documents.sources import open_document
 
 RIGHT, WRONG, NONE = "=x-"
+JOB = "pages"
+"""The name of what answers have in common."""
 PAGES_A_TURN = 20
 STAGE = Path(__file__).with_name("drafts_stage.py")
 CLIENT, _ = replay_set.parse(replay_set.RECORDED.read_text())
@@ -81,13 +88,11 @@ def asked_about(pdf: Path, number: int) -> list[Asked]:
     ]
 
 
-def marks(draft: Sequence[int], answer: Sequence[int]) -> str:
-    """Of each of the answer's tokens."""
-    from tessera.engine.drafts.text import TextDraft
-
-    drafter, known, found = TextDraft(draft), [], ""
+def marks(drafters: Sequence[Drafter], answer: Sequence[int]) -> str:
+    """Of each of the answer's tokens, by the first drafter that proposes any there."""
+    known, found = list[int](), ""
     for token in answer:
-        proposed = drafter.propose(known, 1)
+        proposed = next(filter(None, (each.propose(known, 1) for each in drafters)), ())
         found += NONE if not proposed else RIGHT if proposed[0] == token else WRONG
         known.append(token)
     return found
@@ -100,12 +105,20 @@ def summed(found: Sequence[str]) -> dict[str, float]:
     return {"count": tokens, "share": round(right / tokens, 4), "between": round(tokens / max(1, tokens - right), 2)}
 
 
+def tokenizers() -> tuple[Tokenizer, Tokenizer]:
+    """The default document model's, and that of MinerU2.5's shape with what MinerU2.5's own has: a token for each digit
+    and for each sign of layouts and tables. So a block of a layout is 22 tokens, and not 45."""
+    own, shape = (Tokenizer.from_folder(folder) for folder in (DOCUMENTS, MINERU))
+    shape.backend.add_tokens([*own.added_tokens.values()])
+    splits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    shape.backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    return own, shape
+
+
 def run_acceptance(options: argparse.Namespace) -> None:
     """Asks the default document model about the pages, emits what their text layers have of its answers, and writes the
     pages with the marks for :func:`run_replay`."""
-    from tessera.prompt.tokenizer import Tokenizer
-
-    tokenizers = [Tokenizer.from_folder(folder) for folder in (DOCUMENTS, MINERU)]
+    (letters, words), earlier = tokenizers(), EarlierAnswers()
     asked, found = page_requests(options.pages, pages_of(options)), defaultdict[str, list[list[str]]](list)
     with serve(drafting(options, DOCUMENTS)[0]) as server:
         cases = [each.case for page in asked for each in page]
@@ -117,12 +130,15 @@ def run_acceptance(options: argparse.Namespace) -> None:
             requests = []
             for each, answer in zip(page, answers):
                 texts = each.request.draft, answer.text
-                own = [marks(*(tokenizer.encode(text, special=False) for text in texts)) for tokenizer in tokenizers]
+                draft, said = map(words.encode, texts)
+                by_letter = [letters.encode(text, special=False) for text in texts]
+                pair = [marks([TextDraft(one)], other) for one, other in (by_letter, (draft, said))]
                 kinds = ("all", each.kind, "hard_pages" if drafts_pages.hard(number) else "plain_pages")
                 for kind in kinds if each.kind != "layout" else ():
-                    found[kind].append(own)
-                carried = "".join(f" {mark}" for mark in own[1]) if texts[0] else ""
-                requests.append(replace(each.request, tokens=len(own[1]) + 1, draft=carried))
+                    found[kind].append(pair)
+                carried = "".join(f" {mark}" for mark in marks([TextDraft(draft), Suffixes((), earlier, JOB)], said))
+                requests.append(replace(each.request, tokens=len(said) + 1, draft=carried))
+                earlier.add(JOB, said)
             yield Page(f"page {number}", tuple(requests)), document.render(number, replay_set.DPI)
         document.close()
 

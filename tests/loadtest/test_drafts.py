@@ -17,6 +17,7 @@ from bench.drafts_exact import Case, Difference, chi_square, difference
 from engine.engine_fakes import make_request
 
 from tessera.engine.drafts.drafter import Drafting
+from tessera.engine.drafts.text import TextDraft
 from tessera.engine.process import messages
 from tessera.engine.sequence import Sequence
 from tessera.prompt import grammar
@@ -109,9 +110,15 @@ def test_samples_of_one_distribution_are_likely_and_of_two_are_not() -> None:
     assert chi_square(["a"] * 9, ["a"] * 9) == 1.0 and chi_square(["a", "b"], ["c", "d"]) == 1.0
 
 
+def test_a_block_of_a_layout_has_as_many_tokens_as_with_mineru25():
+    block = "<|box_start|>045 123 456 789<|box_end|><|ref_start|>text<|ref_end|><|rotate_up|>\n"
+    assert len(drafts_documents.tokenizers()[1].encode(block)) == 22
+
+
 def test_the_marks_of_an_answer_are_one_token_each_for_the_stage() -> None:
-    assert drafts_documents.marks([5, 6, 7, 8], [5, 6, 9, 8]) == "==x="
-    assert drafts_documents.marks([], [5, 6]) == "--"
+    assert drafts_documents.marks([TextDraft([5, 6, 7, 8])], [5, 6, 9, 8]) == "==x="
+    assert drafts_documents.marks([TextDraft([])], [5, 6]) == "--"
+    assert drafts_documents.marks([TextDraft([5]), TextDraft([7, 8])], [5, 8]) == "=="
     assert drafts_documents.summed(["==x=", "--"]) == {"count": 6, "share": 0.5, "between": 2.0}
     stage = (Path(drafts.__file__).with_name("drafts_stage.py")).read_text()
     ids = Tokenizer.from_folder(drafts.MINERU).encode(" = x - - =", special=False)
