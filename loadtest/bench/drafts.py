@@ -5,6 +5,7 @@ NAME=drafts`; docs/drafts.md).
     python loadtest/bench drafts off_cost      W4a and W4b with a draft of which nothing is right: `drafts.off_cost.*`
     python loadtest/bench drafts exact         the same requests, token by token: `drafts.differences.*`
     python loadtest/bench drafts parse         `tessera parse` with the default document model: `drafts.cpu.pages.ratio`
+    python loadtest/bench drafts ceiling       what that could be were all tokens but the first at no cost
     python loadtest/bench drafts acceptance    what the text layers of pages say rightly, and drafts.zip for the next
     python loadtest/bench drafts replay        pages of MinerU2.5's shape, its drafts accepted as measured by the model
                                                before: `drafts.pages.c10.ratio`
@@ -12,12 +13,11 @@ NAME=drafts`; docs/drafts.md).
 `json` and `off_cost` are of InternVL3-8B's shape with random weights, which write whatever the schema leaves free: two
 servers side by side on shares of a GPU, in turns until the ratio is known; no turn begins after `--seconds`. With
 `--below TREE` the server below is that checkout's. `exact` starts one server after the other, for each of `--places`.
-`parse`, `acceptance` and the place `pages` read pages.pdf, which `drafts_pages` makes, and refuse another. On the CPU
-(`--gpus ""`) figures are `trial.*`, but those of `parse` and `acceptance`, which are of the default document model.
+`parse`, `ceiling`, `acceptance` and the place `pages` read pages.pdf, which `drafts_pages` makes, and refuse another.
+On the CPU (`--gpus ""`) figures are `trial.*`, but those of these three, which are of the default document model.
 
 On an H200 `json` and `off_cost` take 5 to 7 minutes, `exact` 3 a place, `acceptance` 3, `replay` 6 for each of
-`--kinds`, or as long as `--seconds` lets it; `parse` takes 10 on
-two cores.
+`--kinds`, or as long as `--seconds` lets it; `parse` takes 10 on two cores.
 """
 
 import argparse
@@ -170,6 +170,7 @@ PARTS = {
     "off_cost": ("bench.drafts", "run_off_cost"),
     "exact": ("bench.drafts_exact", "run"),
     "parse": ("bench.drafts_documents", "run_parse"),
+    "ceiling": ("bench.drafts_documents", "run_ceiling"),
     "acceptance": ("bench.drafts_documents", "run_acceptance"),
     "replay": ("bench.drafts_documents", "run_replay"),
 }
@@ -186,7 +187,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="after which no turn begins")
     parser.add_argument("--processes", type=int, default=6, help="of the load generator")
     parser.add_argument("--places", nargs="+", default=["rooms"], help="exact: rooms, small_pool, pages")
-    parser.add_argument("--share", type=float, default=1.0, help="exact, parse, acceptance: of the requests or pages")
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="exact, parse, ceiling, acceptance: of the requests or pages"
+    )
     parser.add_argument("--pages", type=Path, default=Path("pages.pdf"), help="what drafts_pages makes")
     parser.add_argument("--accepted", type=Path, default=Path("drafts.zip"), help="what acceptance writes for replay")
     parser.add_argument("--loads", nargs="+", default=["c10", "saturated"], help="replay")

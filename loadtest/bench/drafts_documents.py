@@ -13,6 +13,7 @@ import argparse
 import random
 import shutil
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -205,6 +206,24 @@ def run_parse(options: argparse.Namespace) -> None:
     pairs = [pair for turn in found.turns for pair in zip(*(told.pages for told in turn))]
     name = figure_name(options, "pages.ratio" if options.gpus else "cpu.pages.ratio").removeprefix("trial.")
     emit(options, name, found, pages=len(pairs), pages_that_differ=sum(one != other for one, other in pairs))
+
+
+def run_ceiling(options: argparse.Namespace) -> None:
+    """What a page takes on a server without drafts until each answer's first token, layouts and crops apart, and, with
+    pictures and prompts in its caches, for all others: were these at no cost, the ratio would be the figure."""
+    pages = [[each.case for each in page] for page in page_requests(options.pages, pages_of(options))]
+    layouts, crops = [page[0] for page in pages], [case for page in pages for case in page[1:]]
+    with serve(drafting(options, DOCUMENTS)[1]) as server:
+
+        def seconds(cases: Sequence[Case], **more: int) -> float:
+            began = time.perf_counter()
+            ask_all(server.grpc, [case._replace(options=case.options | more) for case in cases], options.in_flight)
+            return round((time.perf_counter() - began) / len(pages), 3)
+
+        took = {"layouts": seconds(layouts, max_tokens=1), "crops": seconds(crops, max_tokens=1)}
+        first, others = sum(took.values()), seconds([*layouts, *crops])
+    name = figure_name(options, "pages.ceiling" if options.gpus else "cpu.pages.ceiling").removeprefix("trial.")
+    figures.emit(name, round(1 + others / first, 2), "ratio", pages=len(pages), s_a_page=took | {"tokens": others})
 
 
 def parsed(addresses: Sequence[str], pdf: Path, numbers: Sequence[int]) -> Parsed:
