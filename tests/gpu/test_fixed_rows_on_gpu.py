@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from kernels.paged_fakes import PagedBatch
 
 from tessera.attention.backend import HeadShape
@@ -17,6 +18,7 @@ from tessera.engine.sequence import SamplingParameters
 from tessera.kernels.fixed_rows import FixedRows
 from tessera.kernels.fp8_rows import Fp8Rows, quantize_rows
 from tessera.kernels.operands import finished
+from tessera.kernels.row_linear import row_linear
 from tessera.kernels.tower_attention import attend_in_triton, fixed_plan
 from tessera.kernels.transfer import Moment
 from tessera.kernels.tuning import layer_kernels
@@ -30,6 +32,7 @@ MOST = 8192
 COUNTS = [*range(1, 513), *sorted(random.Random(7).sample(range(513, MOST), 63)), MOST]
 #: outputs and inputs of InternVL3-8B's layers, gate_up's narrower; and of its tower's, the patches' of an odd width
 SHAPES = {"qkv": (4608, 3584), "output": (3584, 3584), "gate_up": (9728, 3584), "down": (3584, 18944)}
+NARROW = {"paddle output": (1024, 2048), "paddle down": (1024, 3072), "mineru output": (896, 896)}
 TOWER = {"fc1": (4096, 1024), "fc2": (1024, 4096), "patches": (1024, 588)}
 
 
@@ -100,6 +103,17 @@ def test_a_towers_layers(generator, outputs, inputs):
     run = lambda x: torch.nn.functional.linear(x, weight, bias)  # noqa: E731
     with FixedRows().learning():
         assert counts_that_differ(run, wide(generator, MOST, inputs), counts) == []
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), NARROW.values(), ids=NARROW)
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8, 16, 24, 32, 64, 128, 256])
+def test_a_narrow_layers_few_rows(generator, outputs, inputs, count):
+    """Of which each has so few values that it takes many to see another order of their sums."""
+    weight = normal(generator, outputs, inputs)
+    x = wide(generator, 4096, inputs)
+    with FixedRows().learning():
+        found = torch.cat([F.linear(rows, weight) for rows in x[: 256 * count].split(count)])
+        assert torch.equal(found, row_linear(x, weight)[: len(found)])
 
 
 @pytest.mark.parametrize("size", [128, 3584])

@@ -50,3 +50,21 @@ def test_a_library_that_computes_rows_by_their_place_is_refused(monkeypatch: pyt
     monkeypatch.setattr(fixed_rows, "F", SimpleNamespace(linear=by_place, pad=F.pad))
     with pytest.raises(ConfigError, match=rf"on this CPU {ROWS} equal rows times weights \[5, 4\] of torch.float32"):
         FixedRows()._linear(torch.ones(2, 4), torch.randn(5, 4))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 300])
+def test_a_library_that_splits_k_is_found_out_by_few_rows_too(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Of 256 values a row, rounded to bfloat16, in which another order of a sum seldom shows."""
+    weight, like = torch.randn(256, 1024).bfloat16(), torch.empty(rows, 1024).bfloat16()
+
+    def in_one(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x.float(), weight.float()).bfloat16()
+
+    def in_two(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+        halves = zip(x.float().chunk(2, 1), weight.float().chunk(2, 1))
+        return out.copy_(sum(F.linear(*half) for half in halves))
+
+    monkeypatch.setattr(fixed_rows, "_of_library", in_two)
+    assert not fixed_rows._library_has_bits_of(in_one, like, weight, None)
+    monkeypatch.setattr(fixed_rows, "_of_library", lambda x, weight, bias, out: in_one(x, weight, bias))
+    assert fixed_rows._library_has_bits_of(in_one, like, weight, None)
