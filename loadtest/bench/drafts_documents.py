@@ -209,8 +209,9 @@ def run_parse(options: argparse.Namespace) -> None:
 
 
 def run_ceiling(options: argparse.Namespace) -> None:
-    """What a page takes on a server without drafts until each answer's first token, layouts and crops apart, and, with
-    pictures and prompts in its caches, for all others: were these at no cost, the ratio would be the figure."""
+    """What a page takes on a server without drafts, layouts and crops apart: until each answer's first token, and then,
+    with pictures and prompts in its caches, for all others. Were those of crops, which alone have a text to draft by, at
+    no cost, the ratio would be the figure."""
     pages = [[each.case for each in page] for page in page_requests(options.pages, pages_of(options))]
     layouts, crops = [page[0] for page in pages], [case for page in pages for case in page[1:]]
     with serve(drafting(options, DOCUMENTS)[1]) as server:
@@ -221,9 +222,10 @@ def run_ceiling(options: argparse.Namespace) -> None:
             return round((time.perf_counter() - began) / len(pages), 3)
 
         took = {"layouts": seconds(layouts, max_tokens=1), "crops": seconds(crops, max_tokens=1)}
-        first, others = sum(took.values()), seconds([*layouts, *crops])
+        took |= {"layouts_tokens": seconds(layouts), "crops_tokens": seconds(crops)}
+    whole = sum(took.values())
     name = figure_name(options, "pages.ceiling" if options.gpus else "cpu.pages.ceiling").removeprefix("trial.")
-    figures.emit(name, round(1 + others / first, 2), "ratio", pages=len(pages), s_a_page=took | {"tokens": others})
+    figures.emit(name, round(whole / (whole - took["crops_tokens"]), 2), "ratio", pages=len(pages), s_a_page=took)
 
 
 def parsed(addresses: Sequence[str], pdf: Path, numbers: Sequence[int]) -> Parsed:

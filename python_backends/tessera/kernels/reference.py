@@ -85,20 +85,19 @@ def append_tokens(lines: PenaltyLines, rows: torch.Tensor, chosen: torch.Tensor)
 def _echoes(lines: PenaltyLines, rows: torch.Tensor) -> torch.Tensor:
     """int32 [r, longest] for the distances 1..longest, a draft's tokens among the rows' own."""
     slots, lengths, drafted = rows[1:4]
-    begun, most, drafted = lengths - drafted, int(drafted.max()), drafted[:, None]
-    distance, count = (torch.arange(1, size + 1, device=slots.device) for size in (int(lengths.max()), most))
-    known = lines.echoes[slots, 1 : len(distance) + 1].where(distance < begun[:, None], 0)
-    if not most:
-        return known
-    # Of each line once: with which of its draft's tokens the last one ends that is none at this distance.
-    line, owner = slots.unique(return_inverse=True)
-    tokens, places = lines.tokens[line], begun.new_zeros(len(line)).scatter_(0, owner, begun)[:, None] + count - 1
-    before, end = places[:, :, None] - distance, tokens.shape[1] - 1
-    earlier = tokens.gather(1, before.clamp(min=0, max=end).flatten(1)).view(before.shape)
-    same = (earlier == tokens.gather(1, places.clamp(max=end))[:, :, None]) & (before >= 0)
-    differs = count[:, None].where(~same, 0).cummax(1).values[owner, (drafted[:, 0] - 1).clamp(min=0)]
-    found = torch.where(differs > 0, drafted - differs, known + drafted)
-    return found.where(drafted > 0, known).int()
+    line, owner = slots.unique(return_inverse=True)  # each of them has several rows behind its draft
+    begun, most = lengths.new_zeros(len(line)).scatter_(0, owner, lengths - drafted)[:, None], int(drafted.max())
+    distance, end = torch.arange(1, int(lengths.max()) + 1, device=slots.device), lines.tokens.shape[1] - 1
+    echoes = lines.echoes[line, 1 : len(distance) + 1].where(distance < begun, 0)
+    found = echoes[owner]
+    backwards = begun + most - 1 - torch.arange(most + len(distance), device=slots.device)
+    tokens = lines.tokens[line[:, None], backwards.clamp(min=0, max=end)]
+    for count in range(1, most + 1):
+        last, earlier = tokens[:, most - count, None], tokens[:, most - count + 1 :][:, : len(distance)]
+        echoes = (echoes + 1).where((earlier == last) & (distance < begun + count), 0)
+        ours = drafted == count
+        found[ours] = echoes[owner[ours]]
+    return found
 
 
 def _longer(lines: PenaltyLines, echoes: torch.Tensor, slots: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
