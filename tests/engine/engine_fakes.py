@@ -11,7 +11,6 @@ from tessera.engine.execution.model_runner import ModelRunner
 from tessera.engine.rendering import Answers
 from tessera.engine.sequence import Report, Request, SamplingParameters
 from tessera.engine.structured_output.labels import LabelScorer
-from tessera.kernels.transfer import Moment
 from tessera.linear.quantization import scheme_selector
 from tessera.models.registry import model_class
 from tessera.prompt.tokenizer import TextStream
@@ -71,7 +70,6 @@ class Known:
     def __init__(self, tokens, device_ns):
         self.tokens = lambda: tokens
         self.device_ns = lambda: device_ns
-        self.started = Moment(torch.device("cpu"))
 
 
 class BookkeepingRunner:

@@ -447,15 +447,6 @@ def test_steps_wait_for_tokens_where_that_gives_more_of_them(sequences, host_ns,
     assert tokens_should_be_known(load_, 0) is known
 
 
-def test_answers_of_which_one_gets_many_tokens_a_step_count_alike():
-    load_ = load(1e2, 2e5)
-    load_.running += running(plain=9, drafted=1)
-    sure = load_.running[-1]
-    sure.drafting.learn(60, 60)
-    assert sure.drafting.expected([], 1, 15).gain > 9 and not tokens_should_be_known(load_, 0)
-    assert [each.waits for each in load_.running] == [False] * 9 + [True] and not sure.pending
-
-
 @pytest.mark.parametrize("prompts", [0, 200])
 def test_whether_steps_wait_does_not_depend_on_prompts_whose_tokens_cost_the_same_in_any(prompts):
     for host_ns, known in ((9e5, True), (1.1e6, False)):

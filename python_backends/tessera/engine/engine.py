@@ -118,9 +118,8 @@ class Engine:
             self._lane.wait(_LANE_WAIT_S)
         if batch.spans:
             self._mark_scheduled(batch)
-            sampled = self._runner.launch(batch)
-            self.scheduler.load.record_host_time(known, self._applying_ns + sampled.started.host_ns - began_ns)
-            self._under_way.append((batch, sampled))
+            self.scheduler.load.record_host_time(known, self._applying_ns + time.perf_counter_ns() - began_ns)
+            self._under_way.append((batch, self._runner.launch(batch)))
         self.metrics.host_wait_ns += _waited_ns() - began
         self._apply_until(int(bool(batch.spans) and self._runner.async_launch))
         return self._emit(batch)

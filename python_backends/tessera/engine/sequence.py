@@ -71,7 +71,7 @@ class Sequence:
         *("embeddings", "ids", "position_axes", "position_offset", "identities", "cache_ids", "cache_limit"),
         *("cache_salt", "outputs", "drafting", "draft", "in_flight", "computed", "block_table", "block_keys"),
         *("committed", "offered", "cached_tokens", "follows", "finish_reason", "error", "finite", "scheduled_ns"),
-        *("first_token_ns", "waits", "_greedy_from"),
+        *("first_token_ns", "_greedy_from"),
     )
     rewinds = False  # whether the tokens after the prompt may change again
 
@@ -128,7 +128,6 @@ class Sequence:
         self.drafting = drafting
         self.draft: SequenceType[int] = ()
         self.in_flight = 0
-        self.waits = False  # for its token in flight, so that a draft can follow it
         self.computed = 0
         self.block_table = array("q")  # int64, which numpy reads as it is
         self.block_keys: list[bytes] = []  # chain hashes of the full blocks at the front, filled as needed
@@ -167,7 +166,7 @@ class Sequence:
     def pending(self) -> int:
         """Positions that a step could run now."""
         planned = len(self.outputs) + self.in_flight
-        if self.in_flight and (self.waits or self.draft or planned >= self.max_tokens):
+        if self.in_flight and (self.draft or planned >= self.max_tokens):
             return 0
         return self.prompt_length + planned - self.computed  # not self.length: once a token
 

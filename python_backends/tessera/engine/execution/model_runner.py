@@ -149,6 +149,7 @@ class ModelRunner:
     def launch(self, batch: ScheduledBatch) -> SampledRows:
         """Starts the step; the result waits for its ``batch.rows`` tokens."""
         with torch.inference_mode(), self._products:
+            started = Moment(self._last_sampled.device)
             numbers = [sequence.request.number for sequence in batch.sampling]
             before = self._before if numbers == [*self._previous] and not batch.drafted else None
             packed = self._pack(batch, before)
@@ -156,12 +157,11 @@ class ModelRunner:
             likeliest = all(sequence.greedy for sequence in batch.sampling)
             graphs = self._graphs if self._graphs is not None and self._graphs.fits(packed) else None
             self.graph_steps += graphs is not None
-            self._started = Moment(self._last_sampled.device)
             if graphs is not None and likeliest:
-                sampled = SampledRows(graphs.greedy(packed, penalties is not None), self._started)
+                sampled = SampledRows(graphs.greedy(packed, penalties is not None), started)
             else:
                 logits = self._forward(packed, batch) if graphs is None else self._model.logits(graphs.hidden(packed))
-                sampled = self._sample(logits, batch, likeliest, penalties)
+                sampled = self._sample(logits, batch, likeliest, penalties, started)
         places = (
             count() if not batch.drafted else accumulate((1 + len(each.draft) for each in batch.sampling), initial=0)
         )
@@ -170,13 +170,13 @@ class ModelRunner:
         return sampled
 
     def _sample(
-        self, logits: torch.Tensor, batch: ScheduledBatch, likeliest: bool, penalties: Penalties | None
+        self, logits: torch.Tensor, batch: ScheduledBatch, likeliest: bool, penalties: Penalties | None, started: Moment
     ) -> SampledRows:
         if likeliest:
-            sampled = SampledRows(greedy(logits if penalties is None else penalties.applied(logits)), self._started)
+            sampled = SampledRows(greedy(logits if penalties is None else penalties.applied(logits)), started)
         else:
             rows = [SamplingRow.of(each, drafted) for each in batch.sampling for drafted in range(1 + len(each.draft))]
-            sampled = sample(logits, rows, self._started, penalties)
+            sampled = sample(logits, rows, started, penalties)
         if penalties is not None:
             penalties.append(sampled.ids)
         self._last_sampled[: len(logits)].copy_(sampled.ids)
@@ -196,7 +196,6 @@ class ModelRunner:
         if (packed.source >= 0).any():
             ids = fill_in(ids, to_device(packed.source, device), self._last_sampled)
         x = self._model.embedding(ids, *image_rows(batch, packed.table.row, device, self._dtype))
-        self._started = Moment(device)  # until now there was little to compute, and much for the host to do
         if self._prompt_graphs is not None and self._prompt_graphs.fits(packed):
             self.graph_steps += 1
             hidden = self._prompt_graphs.run(packed, x)

@@ -70,7 +70,7 @@ class SampledRows:
         rows' own [r], those of the others [r, most], which these are, int64 [r, most], and the margins [r].
         """
         self.ids = ids
-        self.started = started
+        self._started = started
         self._reported = reported
         self._on_host = [to_host(tensor) for tensor in (ids, *details)]
         self._arrived = Moment(ids.device)
@@ -86,7 +86,7 @@ class SampledRows:
 
     def device_ns(self) -> int:
         """From ``started`` until the tokens were there; call it after :meth:`tokens`."""
-        return self._arrived.since(self.started)
+        return self._arrived.since(self._started)
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:

@@ -32,25 +32,24 @@ def draft_lengths(load: Load, proposals: Sequence[Proposal], decoding: int, toke
 
 
 def tokens_should_be_known(load: Load, prompts: int) -> bool:
-    """Whether sequences get on faster by steps that are planned once the tokens of the one before are known, though the
-    device waits meanwhile: all may then go on, and their drafts be verified. Else each that ``waits`` for its token has
-    only every second step: where the token's mask is yet to be made, or a draft gives more than one token in its turn.
-    Each counts by the share of its tokens that planning ahead leaves it, for answers with long drafts end soon anyway.
+    """Whether a step is worth more that is planned once the tokens of the one before are known, though the device
+    waits meanwhile: sequences may then go on that else run in every second step only, and drafts be verified.
 
     ``prompts``: tokens of prompts in a step. Steps that are planned ahead are more for the same tokens of answers, and
     need not read more prompts: of these only the first has any.
     """
-    ahead = rows_ahead = rows_known = 0.0
+    ahead = known = rows_ahead = rows_known = 0.0
     for sequence in load.running:
         rows = gain = 0.0
         if sequence.drafting is not None and (sequence.outputs or sequence.in_flight):
             unknown = sequence.in_flight + len(sequence.draft)
             rows, gain = sequence.drafting.expected(sequence.outputs, unknown, load.drafts)
+        known += 1 + gain
         rows_known += 1 + rows
-        sequence.waits = sequence.awaits_token or gain > 1
-        ahead += 1 / 2 if sequence.waits else 1 / (1 + gain)
-        rows_ahead += (1 + rows) / 2 if sequence.waits else 1
-    known, step_ns = len(load.running), load.costs.step_ns
+        # One that waits for its token may be drafted for in its turn, any other one not.
+        ahead += (1 + gain) / 2 if sequence.awaits_token else 1
+        rows_ahead += (1 + rows) / 2 if sequence.awaits_token else 1
+    step_ns = load.costs.step_ns
     longer = ahead * step_ns(prompts + rows_ahead) + (known - ahead) * step_ns(rows_ahead)
     return longer > ahead * (step_ns(prompts + rows_known) + load.host_ns)
 
