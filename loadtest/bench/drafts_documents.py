@@ -210,8 +210,8 @@ def run_parse(options: argparse.Namespace) -> None:
 
 def run_ceiling(options: argparse.Namespace) -> None:
     """What a page takes on a server without drafts, layouts and crops apart: until each answer's first token, and then,
-    with pictures and prompts in its caches, for all others. Were those of crops, which alone have a text to draft by, at
-    no cost, the ratio would be the figure."""
+    with pictures and prompts in its caches, for all others. Were those of crops, which alone have a text to draft them,
+    at no cost, the ratio would be the figure."""
     pages = [[each.case for each in page] for page in page_requests(options.pages, pages_of(options))]
     layouts, crops = [page[0] for page in pages], [case for page in pages for case in page[1:]]
     with serve(drafting(options, DOCUMENTS)[1]) as server:
