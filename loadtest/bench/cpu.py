@@ -10,7 +10,8 @@ sees a picture twice, and every answer of one is compared with the other's.
     first-token   one picture of 448 x 448 pixels at a time, until the first token: `cpu.ratio_first_token`, how many
                   times as fast the server is
 
-Keep the machine quiet meanwhile; a part takes two to five minutes.
+Keep the machine quiet meanwhile: torch's threads wait for each other spinning, so that beside one busy process the loop
+takes up to thirty times as long, the server twice. A part takes two to five minutes.
 """
 
 from __future__ import annotations
