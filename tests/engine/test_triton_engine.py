@@ -84,6 +84,7 @@ def ran(monkeypatch):
 
         def counting(self, *given):
             ran[name] += 1
+            ran["verified"] += name != "run" and len(given[0].ids) > len(given[0].table.row)
             if name == "run":  # whatever the step before left must not count
                 self._x.fill_(torch.nan)
                 self._hidden.fill_(torch.nan)
@@ -108,16 +109,20 @@ def test_same_tokens(way, expected, ran, monkeypatch):
     assert bool(ran["greedy"]) == ("graphs" in WAYS[way]) and not ran["hidden"]  # greedy steps run whole graphs alone
 
 
+def every_second(wanted, wrong):
+    """Beside sequences that nothing is drafted for."""
+    return lambda request: [Guess(wanted[int(request.request_id)], wrong)] * (int(request.request_id) % 2 == 0)
+
+
 @pytest.mark.parametrize("expected", ["auto"], indirect=True)
 @pytest.mark.parametrize(("way", "wrong"), [("graphs", 3), ("uncached pieces", 0)])
 def test_same_tokens_of_drafts(way, wrong, expected, ran):
-    """Beside sequences that nothing is drafted for: the second of each two."""
     _, wanted = expected
     engine = make_engine(drafts=3, **WAYS[way])
-    draft(engine, lambda request: [Guess(wanted[int(request.request_id)], wrong)] * (int(request.request_id) % 2 == 0))
+    draft(engine, every_second(wanted, wrong))
     assert answers(engine, requests()) == wanted
     assert engine.metrics.drafted_tokens > engine.metrics.accepted_tokens * bool(wrong)
-    assert (ran["run"] > 1) == ("prompt_graphs" in WAYS[way])
+    assert (ran["run"] > 1) == ("prompt_graphs" in WAYS[way]) and not ran["verified"]  # none is that large
 
 
 PENALIZED = dict(repetition_penalty=0.7, frequency_penalty=0.2, presence_penalty=-0.3, no_repeat_ngram_size=2)
@@ -125,6 +130,21 @@ SAMPLED = {
     "log probabilities": dict(logprobs=1),
     "draws under penalties": dict(temperature=1.5, seed=7, **PENALIZED),
 }
+
+
+VERIFIED = SAMPLED | {"greedy": {}, "greedy under penalties": PENALIZED}
+
+
+@pytest.mark.parametrize("asked", VERIFIED)
+def test_drafts_are_verified_in_decode_graphs(asked, ran):
+    """Of more columns than products that fetch early have rows, beside decode steps in the same graphs."""
+    sampling = dict(max_tokens=9, **VERIFIED[asked])
+    plain = answers(make_engine(attention="sdpa", async_launch=False), requests(**sampling))
+    engine = make_engine(graphs=(20,), drafts=3, max_sequences=10)
+    draft(engine, every_second(plain, 3))
+    assert answers(engine, requests(**sampling)) == plain
+    assert engine.metrics.drafted_tokens > engine.metrics.accepted_tokens > 0
+    assert 0 < ran["verified"] < ran["hidden" if asked in SAMPLED else "greedy"]
 
 
 @pytest.mark.parametrize("asked", SAMPLED)

@@ -124,9 +124,10 @@ class Routing(NamedTuple):
 class PenaltyLines(NamedTuple):
     """What sequences have said, a line each, and what they ask for.
 
-    The ``rows`` of a step's logits that ask for penalties are int64 [5, r]: where each stands among the step's rows,
+    The ``rows`` of a step's logits that ask for penalties are int64 [6, r]: where each stands among the step's rows,
     its line, how many tokens of that it knows, how many of these are a draft's, which the line's echoes do not know,
-    and 1, or 0 where it only fills up a graph's rows: its line is then nobody's, of which it knows no token.
+    1, or 0 where it only fills up a graph's rows: its line is then nobody's, of which it knows no token; and the
+    draft's token behind it, which is that of the next row, or -2 where there is none.
     """
 
     tokens: torch.Tensor  # int32 [lines, width]; negative ones are pictures

@@ -27,7 +27,7 @@ def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: torch.Tensor) -> 
     if logits.stride(1) != 1:
         raise ValueError(f"rows of logits are not contiguous: strides {logits.stride()}")
     scores = logits.to(torch.float32, copy=True)
-    grid, sizes = _grid(lines, rows), (logits.shape[1], *lines.tokens.shape, rows.shape[1])
+    grid, sizes = _grid(lines, rows), (logits.shape[1], *lines.tokens.shape, rows.stride(0))
     options = {"BLOCK": _BLOCK, **early_launch(logits.device)}
     given = logits, scores, lines.tokens, lines.facts, lines.amounts, rows, logits.stride(0)
     _penalize[grid](*given, *sizes, COUNTED=_COUNTED, **options)
@@ -36,9 +36,9 @@ def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: torch.Tensor) -> 
 
 
 def append_tokens(lines: PenaltyLines, rows: torch.Tensor, chosen: torch.Tensor) -> None:
-    """Puts the tokens ``chosen`` int64 [m], by the rows' places, behind their lines, of which no two are the same, and
-    lengthens their echoes."""
-    given = lines.tokens, lines.echoes, lines.facts, rows, chosen, *lines.tokens.shape, rows.shape[1]
+    """Puts behind each line the one of ``chosen`` int64 [m] that follows all of its draft that was right, and lengthens
+    its echoes."""
+    given = lines.tokens, lines.echoes, lines.facts, rows, chosen, *lines.tokens.shape, rows.stride(0)
     _append[_grid(lines, rows)](*given, BLOCK=_BLOCK, **early_launch(chosen.device))
 
 
@@ -106,18 +106,23 @@ def _append(
 ):  # fmt: skip
     wait_for_previous(EARLY)
     row = tl.program_id(1)
-    new = tl.load(chosen + tl.load(numbers + row)).to(tl.int32)
+    behind = chosen + tl.load(numbers + row)
+    new = tl.load(behind).to(tl.int32)
     slot = tl.load(numbers + count + row)
     line = tokens + slot * width
     length = tl.load(numbers + 2 * count + row).to(tl.int32)
     drafted = tl.load(numbers + 3 * count + row).to(tl.int32)
-    if tl.load(facts + lines + slot) > 1:
+    following = numbers + 5 * count + row
+    last = new != tl.load(following)
+    for back in range(1, drafted + 1):
+        last &= tl.load(behind - back) == tl.load(following - back)
+    if last & (tl.load(facts + lines + slot) > 1):
         for begin in range(tl.program_id(0) * BLOCK, length, tl.num_programs(0) * BLOCK):
             distance = 1 + begin + tl.arange(0, BLOCK)
             echo = _echo(line, echoes + slot * width, length, drafted, distance)
             same = tl.load(line + length - distance, mask=distance <= length, other=0) == new
             tl.store(echoes + slot * width + distance, tl.where(same, echo + 1, 0), mask=distance <= length)
-    tl.store(line + length, new, mask=tl.program_id(0) == 0)
+    tl.store(line + length, new, mask=last & (tl.program_id(0) == 0))
 
 
 @triton.jit

@@ -75,7 +75,12 @@ def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: torch.Tensor) -> 
 
 
 def append_tokens(lines: PenaltyLines, rows: torch.Tensor, chosen: torch.Tensor) -> None:
-    """Puts ``chosen`` int64 [m] behind the rows' lines, of which no two are the same, and lengthens their echoes."""
+    """Puts behind each line the one of ``chosen`` int64 [m] that follows all of its draft that was right, and lengthens
+    its echoes."""
+    wrong = (chosen[rows[0]] != rows[5]).long()
+    before = wrong.cumsum(0) - wrong
+    first = torch.arange(len(wrong), device=rows.device) - rows[3]
+    rows = rows[:, (wrong > 0) & (before == before[first])]
     places, slots, lengths = rows[:3]
     found = _echoes(lines, rows)
     lines.tokens[slots, lengths] = chosen[places].int()

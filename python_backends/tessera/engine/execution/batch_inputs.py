@@ -24,7 +24,7 @@ class PackedBatch:
     ``ids`` int64 [n]; ``source`` int64 [n]: which token of the step before stands there, -1 where ``ids`` knows it;
     ``positions`` int64 [axes, n], or [1, n] where all axes agree; ``rope_lengths`` int64 [n], the sequence length that
     rules each token's rotary base; ``slots`` int64 [n]; ``table`` describes the sequences; ``samples`` int64 [s]: how
-    many tokens each chooses. ``decodes``: whether each sequence continues its answer by one token.
+    many tokens each chooses. ``decodes``: whether each sequence continues its answer, by one token and a draft's.
     """
 
     ids: np.ndarray
@@ -78,7 +78,7 @@ def pack(
         slots=blocks[owner, index // block_size] * block_size + index % block_size,
         table=SpanTable(row, count, context, blocks),
         samples=samples,
-        decodes=not reading and len(owner) == len(spans) and bool(samples.all()),
+        decodes=not reading and bool((samples == count).all()),
     )
 
 

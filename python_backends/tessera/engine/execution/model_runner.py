@@ -135,7 +135,7 @@ class ModelRunner:
         """
         with torch.inference_mode(), self._learning():
             if batch_sizes:
-                self._histories.reserve(batch_sizes, most_blocks * self._attention.storage.block_size)
+                self._histories.reserve(max(batch_sizes), most_blocks * self._attention.storage.block_size)
                 given = most_blocks, self._last_sampled, self._histories
                 self._graphs = DecodeGraphs(self._model, self._attention, batch_sizes, *given)
             if token_counts:

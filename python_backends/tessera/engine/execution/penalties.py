@@ -27,7 +27,7 @@ from tessera.kernels.tuning import layer_kernels
 _LEAST_WIDTH = 256
 _SMALLEST = 1e-30  # of repetition penalties; below it logits would overflow
 _NONE = -2  # in the place of a draft's token where there is none
-_SLOT, _LENGTH, _DRAFTED, _COUNTS, _NUMBERS = range(1, 6)  # of PenaltyLines' rows
+_SLOT, _LENGTH, _DRAFTED, _COUNTS, _FOLLOWING, _NUMBERS = range(1, 7)  # of PenaltyLines' rows
 
 
 class _Line(NamedTuple):
@@ -50,23 +50,20 @@ class Histories:
         facts = torch.zeros((2, max_sequences + 1), dtype=torch.int64, device=device)
         amounts = torch.zeros((3, max_sequences + 1), dtype=torch.float32, device=device)
         self.lines = PenaltyLines(tokens, torch.zeros_like(tokens), facts, amounts)
-        self._sizes: list[int] = []
-        self._static = torch.zeros(0, dtype=torch.int64, device=device)
+        self._static = torch.zeros((_NUMBERS, 0), dtype=torch.int64, device=device)
         self._free = list(range(max_sequences))
         self._held: dict[int, _Line] = {}  # by request number, of those that asked for penalties in the step before
         self._penalties: Penalties | None = None
         self._longest = 0  # how many tokens one of its rows knows
 
-    def reserve(self, sizes: list[int], width: int) -> None:
-        """For CUDA graphs of steps of these sizes: their rows, and lines of up to ``width`` tokens, stay where they
-        are."""
+    def reserve(self, rows: int, width: int) -> None:
+        """For CUDA graphs: up to this many rows, and lines of up to ``width`` tokens, stay where they are."""
         self._lengthen(width)
-        self._static = torch.zeros(_NUMBERS * max(sizes), dtype=torch.int64, device=self.device)
-        self._sizes = sorted(sizes)
+        self._static = torch.zeros((_NUMBERS, rows), dtype=torch.int64, device=self.device)
 
     def of_size(self, size: int) -> Penalties:
         """Those of whatever step was selected last that runs as a graph of this size."""
-        return Penalties(self, self._rows(size))
+        return Penalties(self, self._static[:, :size])
 
     def select(self, sequences: SequenceType[Sequence], go_on: bool = False) -> Penalties | None:
         """The penalties of a step that samples tokens for these; None when none asks for any.
@@ -99,23 +96,17 @@ class Histories:
         numbers = np.array(rows).T
         self._longest = int(numbers[_LENGTH].max())
         self._widen(self._longest + 1)
-        drafts = numbers if place > len(sequences) else None
-        size = next((size for size in self._sizes if size >= place), None)
-        if drafts is not None or size is None:
-            return Penalties(self, to_device(numbers[:_NUMBERS], self.device), drafts)
-        filled = np.zeros((_NUMBERS, size), np.int64)
+        if place > self._static.shape[1]:
+            return Penalties(self, to_device(numbers, self.device))
+        filled = np.zeros(self._static.shape, np.int64)
         filled[_SLOT] = self._nobody
-        filled[:, : len(rows)] = numbers[:_NUMBERS]
-        load(self._rows(size), filled)
-        return Penalties(self, self._rows(size))
-
-    def _rows(self, size: int) -> torch.Tensor:
-        """Where the numbers stand of a step that runs as a graph of this size, int64 [5, size]."""
-        return self._static[: _NUMBERS * size].view(-1, size)
+        filled[:, : len(rows)] = numbers
+        load(self._static, filled)
+        return self.of_size(len(rows))
 
     def _widen(self, width: int) -> None:
         if width > self.lines.tokens.shape[1]:
-            assert not self._sizes, "a graph reads lines that are too short"
+            assert not self._static.shape[1], "a graph reads lines that are too short"
             self._lengthen(max(_LEAST_WIDTH, 1 << (width - 1).bit_length()))
 
     def _lengthen(self, width: int) -> None:
@@ -149,39 +140,21 @@ class Penalties:
     """One step's: :meth:`applied` before its tokens are chosen, :meth:`append` afterwards; then they are those of the
     next step, if the same sequences go on and nothing was drafted."""
 
-    def __init__(self, histories: Histories, rows: torch.Tensor, drafts: np.ndarray | None = None) -> None:
-        """``rows``: see :class:`PenaltyLines`; those of a sequence stand behind each other. ``drafts``: the rows again,
-        on the host, and the draft's token behind each."""
-        self._histories = histories
+    def __init__(self, histories: Histories, rows: torch.Tensor) -> None:
+        """``rows``: see :class:`PenaltyLines`; those of a sequence stand behind each other."""
+        self._histories, self._rows = histories, rows
         self._kernels = layer_kernels(histories.device.type)
-        self._rows, self._drafts = rows, drafts
-        if drafts is not None:
-            written = drafts[[_SLOT, _LENGTH, _NUMBERS]][:, drafts[_NUMBERS] != _NONE]
-            lines, at, tokens = to_device(written, histories.device)
-            histories.lines.tokens[lines, at] = tokens.int()
 
     def applied(self, logits: torch.Tensor) -> torch.Tensor:
         """logits of any float dtype [m, vocabulary] -> float32, changed for the rows that ask for it."""
-        return self._kernels.penalized(logits, self._histories.lines, self._rows)
+        rows, lines = self._rows, self._histories.lines
+        lines.tokens[rows[_SLOT], rows[_LENGTH]] = rows[_FOLLOWING].int()  # where nothing is drafted, nobody reads it
+        return self._kernels.penalized(logits, lines, rows)
 
     def append(self, chosen: torch.Tensor) -> None:
         """``chosen`` int64 [m]: the step's tokens; where a draft was, those that it was right about, and the next."""
-        rows = self._rows
-        if self._drafts is not None:
-            rows = rows[:, _last_right(chosen[rows[0]], *self._drafts[[_DRAFTED, _NUMBERS]])].contiguous()
-        self._kernels.append_tokens(self._histories.lines, rows, chosen)
-        rows[_LENGTH].add_(rows[_COUNTS])
-
-
-def _last_right(chosen: torch.Tensor, drafted: np.ndarray, following: np.ndarray) -> torch.Tensor:
-    """int64, a row of each sequence: the one behind all that the draft was right about. All int64 [r]."""
-    firsts = np.flatnonzero(drafted == 0)
-    owner = to_device(np.repeat(np.arange(len(firsts)), np.diff(firsts, append=len(chosen))), chosen.device)
-    first = to_device(firsts, chosen.device)
-    wrong = (chosen != to_device(following, chosen.device)).long()
-    before = wrong.cumsum(0) - wrong
-    right_so_far = (before == before[first][owner]).long()
-    return first - 1 + torch.zeros_like(first).index_add_(0, owner, right_so_far)
+        self._kernels.append_tokens(self._histories.lines, self._rows, chosen)
+        self._rows[_LENGTH].add_(self._rows[_COUNTS])
 
 
 def history(sequence: Sequence) -> np.ndarray:

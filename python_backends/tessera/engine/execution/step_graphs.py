@@ -2,8 +2,8 @@
 
 A graph is recorded for each of some batch sizes, and each twice: whole, for the likeliest tokens, and without head and
 choice, for steps that sample, penalize or report. Behind those may run one more: head and likeliest tokens under
-penalties. The columns of the static buffer are the sequences, and the block numbers, of which there are few or many,
-are its last rows.
+penalties. The columns of the static buffer are the queries, of a sequence one and those of its draft, and the block
+numbers, of which there are few or many, are its last rows.
 
 Steps of few tokens, prompts among them, as CUDA graphs: all layers in one recorded launch.
 
@@ -23,11 +23,13 @@ from tessera.engine.execution.batch_inputs import PackedBatch, fill_in
 from tessera.engine.execution.penalties import Histories
 from tessera.engine.execution.sampler import greedy
 from tessera.kernels.graphs import GraphPool
+from tessera.kernels.operands import EARLY_ROWS
 from tessera.kernels.transfer import load
 from tessera.models.text.decoder import Qwen2
 
 _SLOTS, _ROPE_LENGTHS, _POSITIONS = range(3)
 _OF_DECODING = 3  # rows behind these: ids, their source, contexts
+_MOST_VERIFIED = 64  # queries: each reads its context alone here, those of one draft too
 
 
 class _StepGraphs:
@@ -68,10 +70,10 @@ class _StepGraphs:
 
 
 class DecodeGraphs(_StepGraphs):
-    """Decode steps of up to ``max(sizes)`` sequences of at most ``most_blocks``, recorded as this is made.
+    """Decode steps of up to ``max(sizes)`` queries of at most ``most_blocks``, recorded as this is made.
 
     ``last_sampled`` int64 [>= max(sizes)] holds the tokens of the step before, and after a step its own. ``histories``
-    has reserved these sizes.
+    has reserved that many rows.
     """
 
     def __init__(
@@ -95,11 +97,12 @@ class DecodeGraphs(_StepGraphs):
 
     def fits(self, packed: PackedBatch) -> bool:
         """Whether a batch has a graph."""
-        sequences, most = packed.table.blocks.shape
-        return packed.decodes and sequences <= self._greedy.sizes[-1] and most <= self._most_blocks
+        few = len(packed.ids) <= max(len(packed.table.row), _MOST_VERIFIED)
+        fits = packed.decodes and few and packed.table.blocks.shape[1] <= self._most_blocks
+        return fits and self._columns(packed) <= self._greedy.sizes[-1]
 
     def greedy(self, packed: PackedBatch, penalized: bool = False) -> torch.Tensor:
-        """Runs a batch that fits; its likeliest tokens, int64 [s], a view that the next step overwrites.
+        """Runs a batch that fits; its likeliest tokens, int64 [n], a view that the next step overwrites.
 
         ``penalized``: under the penalties of ``histories``, which then hold these tokens too.
         """
@@ -112,22 +115,30 @@ class DecodeGraphs(_StepGraphs):
         return self._last_sampled[: len(packed.ids)]
 
     def hidden(self, packed: PackedBatch) -> torch.Tensor:
-        """Runs a batch that fits; what the head makes its logits of, [s, hidden], a view that the next step overwrites.
+        """Runs a batch that fits; what the head makes its logits of, [n, hidden], a view that the next step overwrites.
 
         ``last_sampled`` stays as it is.
         """
         self._layers.replay(self._load(packed))
         return self._hidden[: len(packed.ids)]
 
+    def _columns(self, packed: PackedBatch) -> int:
+        """How many of them a batch takes. A draft's queries see keys that the step itself stores; smaller graphs may
+        fetch them too early (``settled``)."""
+        count = len(packed.ids)
+        return count if count == len(packed.table.row) else max(count, EARLY_ROWS + 1)
+
     def _load(self, packed: PackedBatch) -> int:
         """Puts a batch into the static inputs; the size of its graph."""
-        count = len(packed.ids)
-        size = self._greedy.size_for(count)
-        lines = self._lines(packed, size, _OF_DECODING + packed.table.blocks.shape[1])
+        count, table = len(packed.ids), packed.table
+        size = self._greedy.size_for(self._columns(packed))
+        if count > len(table.row):
+            table = table.singles(packed.last)
+        lines = self._lines(packed, size, _OF_DECODING + table.blocks.shape[1])
         ids, source, context = lines[self._header : self._header + _OF_DECODING]
         source[:] = -1
-        ids[:count], source[:count], context[:count] = packed.ids, packed.source, packed.table.context
-        lines[self._header + _OF_DECODING :, :count] = packed.table.blocks.T
+        ids[:count], source[:count], context[:count] = packed.ids, packed.source, table.context
+        lines[self._header + _OF_DECODING :, :count] = table.blocks.T
         load(self._inputs[: lines.size], lines.reshape(-1))
         return size
 
