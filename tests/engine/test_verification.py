@@ -324,9 +324,9 @@ def costs(row_ns, step_ns=1e6):
     return model
 
 
-def load(row_ns=0.0, host_ns=0.0):
+def load(row_ns=0.0, host_ns=0.0, busy_ns=0.0):
     made = Load(1000, 100, costs=costs(row_ns), drafts=15, max_rows=200)
-    made.host_ns = host_ns
+    made.host_ns, made.busy_ns = host_ns, busy_ns
     return made
 
 
@@ -338,6 +338,7 @@ def test_how_much_is_verified_follows_from_what_rows_cost_and_how_many_were_righ
     assert draft_lengths(load(), proposals(0.9, 0.1), 2, 2, 100) == [10, 10]  # rows that cost nothing
     assert draft_lengths(load(1e4), proposals(0.9, 0.1), 2, 2, 100) == [10, 0]
     assert draft_lengths(load(1e8), proposals(0.9, 0.1), 2, 2, 100) == [0, 0]  # no row is cheaper than another
+    assert draft_lengths(load(1e4, busy_ns=2e6), proposals(0.9, 0.1), 2, 2, 100) == [10, 10]  # the host takes longer
     assert draft_lengths(load(2e4), proposals(1.0, 0.9, 0.0), 50, 50, 100)[::2] == [10, 0]
     assert draft_lengths(load(), proposals(1.0, 0.5), 2, 2, 12) == [10, 2]
     assert draft_lengths(load(), [Proposal((), 0.0)], 1, 1, 9) == [0]
@@ -447,6 +448,16 @@ def test_steps_wait_for_tokens_where_that_gives_more_of_them(sequences, host_ns,
     assert tokens_should_be_known(load_, 0) is known
 
 
+def test_steps_that_the_host_takes_longer_for_than_the_device_wait_for_tokens():
+    load_ = load(1e2, 1.1e6)
+    load_.running += running(plain=0, constrained=9)
+    assert not tokens_should_be_known(load_, 0)
+    load_.record_host_time(False, int(1.1e6), int(0.4e6))
+    assert tokens_should_be_known(load_, 0)
+    load_.running += running(plain=99)
+    assert not tokens_should_be_known(load_, 0)
+
+
 @pytest.mark.parametrize("prompts", [0, 200])
 def test_whether_steps_wait_does_not_depend_on_prompts_whose_tokens_cost_the_same_in_any(prompts):
     for host_ns, known in ((9e5, True), (1.1e6, False)):
@@ -458,9 +469,9 @@ def test_whether_steps_wait_does_not_depend_on_prompts_whose_tokens_cost_the_sam
 def test_the_hosts_time_is_the_median_of_the_recent_steps():
     load_ = load()
     for ns in (2, 9, 7, 90, 8):
-        load_.record_host_time(True, ns)
-    assert load_.host_ns == 8
-    load_.record_host_time(False, 1)
+        load_.record_host_time(True, ns, 5)
+    assert load_.host_ns == 8 and load_.busy_ns == 13
+    load_.record_host_time(False, 1, 5)
     assert 7.9 < load_.host_ns < 8
 
 

@@ -16,7 +16,7 @@ from tessera.kernels.paged_decode import choose_splits, decode_attention
 from tessera.kernels.rotary import rotate_and_store
 from tessera.kernels.row_attention import PLAN, lane_programs, row_decode, row_prefill
 from tessera.kernels.skinny_linear import multiprocessors
-from tessera.kernels.transfer import load, to_device
+from tessera.kernels.transfer import to_device
 from tessera.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
 
 # Contexts that the number of splits is chosen for where a CUDA graph cannot know them.
@@ -52,51 +52,62 @@ class _Plan:
 
 
 class StaticPieces:
-    """A step's spans in memory that stays where it is: a CUDA graph may hold their plan.
+    """Where a step's spans stand in memory that stays where it is: a CUDA graph may hold their plan.
 
+    For each number of tokens the integers of a flat array are: the queries that tokens are chosen from, of
+    ``most_rows`` at most; the tiles; the spans; and, a row of ``most_blocks`` each, the blocks of as many as there are.
     All are pieces, single queries too. One piece more is always empty: that of the tiles that are too many.
-    Tokens are chosen from ``most_rows`` queries at most.
     """
 
-    def __init__(
-        self, backend: TritonBackend, most_sequences: int, most_rows: int, most_tokens: int, most_blocks: int
-    ) -> None:
-        self._backend, self._empty, device = backend, most_sequences, backend.storage.device
-        self._last = torch.zeros((3, most_rows), dtype=torch.int64, device=device)
-        self._lines = torch.zeros((3 + most_blocks, most_sequences + 1), dtype=torch.int64, device=device)
-        self._tiles = torch.zeros((self._tile_count(most_tokens), 2), dtype=torch.int32, device=device)
+    def __init__(self, backend: TritonBackend, most_sequences: int, most_rows: int, most_blocks: int) -> None:
+        self._backend = backend
+        self._most_sequences, self._most_rows, self._most_blocks = most_sequences, most_rows, most_blocks
 
-    def plan(self, most_tokens: int) -> _Plan:
-        """The plan for all spans, of this many tokens at most; rows of no span are not attended."""
-        rows, counts, contexts = self._lines[:3]
-        tiles = self._tiles[: self._tile_count(most_tokens)]
-        return _Plan(None, _Pieces(rows, counts, contexts, self._lines[3:], tiles))
+    def size(self, tokens: int) -> int:
+        """How many integers those of a step of this many tokens are, at most."""
+        return sum(rows * columns for rows, columns in self._shapes(tokens))
 
-    def last(self, most_tokens: int) -> tuple[torch.Tensor, _Plan]:
+    def plan(self, flat: torch.Tensor, tokens: int) -> _Plan:
+        """The plan for all spans in ``flat`` int64, of this many tokens at most; rows of no span are not attended."""
+        _, tiles, (rows, counts, contexts), blocks = self._parts(flat, tokens)
+        return _Plan(None, _Pieces(rows, counts, contexts, blocks.T, tiles.int()))
+
+    def last(self, flat: torch.Tensor, tokens: int) -> tuple[torch.Tensor, _Plan]:
         """The queries that tokens are chosen from: their rows, int64 [m], and the plan for them. Where there are fewer,
         the others are dummies with row 0."""
-        rows, contexts, pieces = self._last[:, :most_tokens]
-        return rows, self._backend.captured_plan(contexts, self._lines[3:].index_select(1, pieces))
+        (rows, contexts, pieces), _, _, blocks = self._parts(flat, tokens)
+        return rows, self._backend.captured_plan(contexts, blocks.index_select(0, pieces).T)
 
-    def load(self, table: SpanTable, queries: LastQueries) -> None:
-        """Puts a step's spans there, and which of their queries tokens are chosen from, in place of those before."""
-        last = np.zeros(self._last.shape, np.int64)
-        last[:, : len(queries.row)] = queries
-        load(self._last, last)
+    def fill(self, tokens: int, table: SpanTable, queries: LastQueries) -> np.ndarray:
+        """A step's spans, and which of their queries tokens are chosen from: the front of ``flat`` that is to change,
+        where this many tokens have room."""
         sequences, most = table.blocks.shape
-        lines = np.zeros((3 + most, self._empty + 1), np.int64)
-        lines[:3, :sequences] = table.row, table.count, table.context
-        lines[3:, :sequences] = table.blocks.T
-        load(self._lines[: len(lines)], lines)
-        tiles = np.zeros(self._tiles.shape, np.int32)
-        tiles[:, 0] = self._empty
+        flat = np.zeros(self.size(tokens) - (self._empty(tokens) + 1 - sequences) * self._most_blocks, np.int64)
+        last, tiles, spans, blocks = self._parts(flat, tokens)
+        last[:, : len(queries.row)] = queries
+        tiles[:, 0] = self._empty(tokens)
         needed = prefill_tiles(table.count, table.context, self._backend.tile_queries)
         tiles[: len(needed)] = needed
-        load(self._tiles, tiles)
+        spans[:, :sequences] = table.row, table.count, table.context
+        blocks[:, :most] = table.blocks
+        return flat
 
-    def _tile_count(self, tokens: int) -> int:
-        """No step of this many tokens has more."""
-        return tokens // self._backend.tile_queries + min(tokens, self._empty)
+    def _empty(self, tokens: int) -> int:
+        return min(tokens, self._most_sequences)
+
+    def _shapes(self, tokens: int) -> tuple[tuple[int, int], ...]:
+        """Of last queries, tiles, spans and blocks. No step of this many tokens has more tiles."""
+        sequences = self._empty(tokens)
+        tiles = tokens // self._backend.tile_queries + sequences
+        return (3, min(tokens, self._most_rows)), (tiles, 2), (3, sequences + 1), (sequences + 1, self._most_blocks)
+
+    def _parts(self, flat: Any, tokens: int) -> list[Any]:
+        """Views of an array or a tensor; of blocks the rows that it has."""
+        parts, begin = [], 0
+        for rows, columns in self._shapes(tokens):
+            parts.append(flat[begin : begin + rows * columns].reshape(-1, columns))
+            begin += rows * columns
+        return parts
 
 
 class TritonBackend(AttentionBackend):

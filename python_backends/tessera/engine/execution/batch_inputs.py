@@ -8,13 +8,13 @@ from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from tessera.attention.backend import LastQueries, SpanTable
 from tessera.engine.scheduling.scheduler import ScheduledBatch, ScheduledSpan
-from tessera.kernels.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -138,22 +138,24 @@ def _given_positions(positions: np.ndarray, reading: list[tuple[ScheduledSpan, i
     return positions
 
 
-def image_rows(
-    batch: ScheduledBatch, row: np.ndarray, device: torch.device, dtype: torch.dtype
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Rows of the packed batch that pictures fill, int64 [r], and what with, [r, hidden] of ``dtype``; None if none.
+class Pictures(NamedTuple):
+    """``places`` int64 [r]: rows of a packed batch that pictures fill; ``rows`` [r, row_size]: what with."""
 
-    ``row`` int64 [s]: where each of the batch's spans begins.
-    """
-    indices, rows = [], []
+    places: np.ndarray
+    rows: torch.Tensor
+
+
+def pictures_of(batch: ScheduledBatch, row: np.ndarray, device: torch.device, dtype: torch.dtype) -> Pictures | None:
+    """The batch's, in ``dtype`` on ``device``; None if it has none. ``row`` int64 [s]: where its spans begin."""
+    places, rows = [], []
     for span, first in zip(batch.spans, row):
         embeddings = span.sequence.embeddings
         if embeddings is None or span.start >= span.sequence.prompt_length:
             continue
         positions, which = span.sequence.image_rows(span.start, span.end)
         if len(positions):
-            indices.append(positions - span.start + first)
+            places.append(positions - span.start + first)
             rows.append(embeddings[which].to(device, dtype, non_blocking=True))
     if not rows:
-        return None, None
-    return to_device(np.concatenate(indices), device), torch.cat(rows)
+        return None
+    return Pictures(np.concatenate(places), torch.cat(rows) if len(rows) > 1 else rows[0])

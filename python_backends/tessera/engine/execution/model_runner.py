@@ -13,7 +13,7 @@ import torch
 from tessera.attention.backend import AttentionBackend, AttentionStep, KvStorage, create_backend
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.checkpoint.weights import SafetensorsFolder, SafetensorsHeaders, fill, name_in_file, split_names
-from tessera.engine.execution.batch_inputs import PackedBatch, fill_in, image_rows, pack
+from tessera.engine.execution.batch_inputs import PackedBatch, fill_in, pack, pictures_of
 from tessera.engine.execution.memory_budget import count_blocks, prompts_of
 from tessera.engine.execution.penalties import Histories, Penalties
 from tessera.engine.execution.sampler import SampledRows, SamplingRow, greedy, sample
@@ -139,7 +139,7 @@ class ModelRunner:
                 given = most_blocks, self._last_sampled, self._histories
                 self._graphs = DecodeGraphs(self._model, self._attention, batch_sizes, *given)
             if token_counts:
-                limits = self._max_sequences, len(self._last_sampled), most_blocks
+                limits = self._max_sequences, len(self._last_sampled), most_blocks, self._last_sampled
                 self._prompt_graphs = PromptGraphs(self._model, self._attention, token_counts, *limits)
 
     def cache_salt(self, prompt_length: int) -> int:
@@ -157,11 +157,11 @@ class ModelRunner:
             likeliest = all(sequence.greedy for sequence in batch.sampling)
             graphs = self._graphs if self._graphs is not None and self._graphs.fits(packed) else None
             self.graph_steps += graphs is not None
-            if graphs is not None and likeliest:
-                sampled = SampledRows(graphs.greedy(packed, penalties is not None), started)
+            if graphs is not None and likeliest and penalties is None:
+                sampled = SampledRows(graphs.greedy(packed), started)
             else:
-                logits = self._forward(packed, batch) if graphs is None else self._model.logits(graphs.hidden(packed))
-                sampled = self._sample(logits, batch, likeliest, penalties, started)
+                hidden = self._hidden(packed, batch) if graphs is None else graphs.hidden(packed)
+                sampled = self._sample(hidden, batch, likeliest, penalties, started)
         places = (
             count() if not batch.drafted else accumulate((1 + len(each.draft) for each in batch.sampling), initial=0)
         )
@@ -170,8 +170,11 @@ class ModelRunner:
         return sampled
 
     def _sample(
-        self, logits: torch.Tensor, batch: ScheduledBatch, likeliest: bool, penalties: Penalties | None, started: Moment
+        self, hidden: torch.Tensor, batch: ScheduledBatch, likeliest: bool, penalties: Penalties | None, started: Moment
     ) -> SampledRows:
+        if likeliest and penalties is not None and self._graphs is not None and self._graphs.chooses(len(hidden)):
+            return SampledRows(self._graphs.penalized(hidden), started)
+        logits = self._model.logits(hidden)
         if likeliest:
             sampled = SampledRows(greedy(logits if penalties is None else penalties.applied(logits)), started)
         else:
@@ -185,26 +188,27 @@ class ModelRunner:
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:
         """Writes the batch's keys and values; float32 [m, vocabulary] for the tokens to choose."""
         with torch.inference_mode(), self._products:
-            return self._forward(self._pack(batch), batch).float()
+            return self._model.logits(self._hidden(self._pack(batch), batch)).float()
 
     def _pack(self, batch: ScheduledBatch, before: PackedBatch | None = None) -> PackedBatch:
         return pack(batch, self._attention.storage.block_size, self._previous, before)
 
-    def _forward(self, packed: PackedBatch, batch: ScheduledBatch) -> torch.Tensor:
+    def _hidden(self, packed: PackedBatch, batch: ScheduledBatch) -> torch.Tensor:
+        """Runs the layers; what the head makes the logits of the m tokens to choose of, [m, hidden]."""
         device = self._last_sampled.device
+        pictures = pictures_of(batch, packed.table.row, device, self._dtype)
+        if self._prompt_graphs is not None and self._prompt_graphs.fits(packed):
+            self.graph_steps += 1
+            return self._prompt_graphs.run(packed, pictures)
         ids = to_device(packed.ids, device)
         if (packed.source >= 0).any():
             ids = fill_in(ids, to_device(packed.source, device), self._last_sampled)
-        x = self._model.embedding(ids, *image_rows(batch, packed.table.row, device, self._dtype))
-        if self._prompt_graphs is not None and self._prompt_graphs.fits(packed):
-            self.graph_steps += 1
-            hidden = self._prompt_graphs.run(packed, x)
-        else:
-            last_step = step = self._last_step(packed)
-            if step.rows is not None:
-                step = replace(step, rows=None, plan=self._attention.plan(packed.table))
-            hidden = self._model.forward_layers(x, self._attention, step, last_step)
-        return self._model.logits(hidden)
+        places, rows = (None, None) if pictures is None else (to_device(pictures.places, device), pictures.rows)
+        x = self._model.embedding(ids, places, rows)
+        last_step = step = self._last_step(packed)
+        if step.rows is not None:
+            step = replace(step, rows=None, plan=self._attention.plan(packed.table))
+        return self._model.forward_layers(x, self._attention, step, last_step)
 
     def _last_step(self, packed: PackedBatch) -> AttentionStep:
         """For the last layer, which drops the rows that nobody samples from."""

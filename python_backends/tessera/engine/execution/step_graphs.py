@@ -8,8 +8,8 @@ numbers, of which there are few or many, are its last rows.
 Steps of few tokens, prompts among them, as CUDA graphs: all layers in one recorded launch.
 
 Launching a step's kernels one by one takes the host about 20 ms, whatever the step's size: longer than the GPU computes
-on seven prompts of 316 tokens in FP8. So clients that send few requests at once would wait for the host. Embedding and
-sampling run as usual: their sizes differ from step to step.
+on seven prompts of 316 tokens in FP8. So clients that send few requests at once would wait for the host. Only pictures'
+rows are put in beforehand, and the choice runs as usual, or under penalties as the graph that decode steps have for it.
 """
 
 from dataclasses import replace
@@ -19,54 +19,73 @@ import numpy as np
 import torch
 
 from tessera.attention.backend import AttentionBackend, AttentionStep
-from tessera.engine.execution.batch_inputs import PackedBatch, fill_in
+from tessera.engine.execution.batch_inputs import PackedBatch, Pictures, fill_in
 from tessera.engine.execution.penalties import Histories
 from tessera.engine.execution.sampler import greedy
 from tessera.kernels.graphs import GraphPool
 from tessera.kernels.operands import EARLY_ROWS
-from tessera.kernels.transfer import load
+from tessera.kernels.transfer import load, to_device
 from tessera.models.text.decoder import Qwen2
 
-_SLOTS, _ROPE_LENGTHS, _POSITIONS = range(3)
-_OF_DECODING = 3  # rows behind these: ids, their source, contexts
+_IDS, _SOURCE, _SLOTS, _ROPE_LENGTHS, _POSITIONS = range(5)
+_PICTURE = -2  # as the source of a token: a row of a picture stands there
 _MOST_VERIFIED = 64  # queries: each reads its context alone here, those of one draft too
 
 
 class _StepGraphs:
-    """What changes from step to step stands in one static buffer, of which a step copies the front: its rows of int64
-    are the slots, the lengths for the rotation, the positions by their axes, and ``more`` of a subclass.
+    """What changes from step to step stands in one static buffer of int64, of which a step copies the front: in rows as
+    long as the graph's size the ids, their source (see PackedBatch), the slots, the lengths for the rotation and the
+    positions by their axes, and behind these what a subclass has.
 
     A smaller step is filled up with dummies, which touch no cache. On the CPU nothing is recorded: a replay computes.
     """
 
-    def __init__(self, model: Qwen2, attention: AttentionBackend, largest: int, more: int, hidden_rows: int) -> None:
+    def __init__(
+        self,
+        model: Qwen2,
+        attention: AttentionBackend,
+        largest: int,
+        more: int,
+        hidden_rows: int,
+        last_sampled: torch.Tensor,
+    ) -> None:
+        """``more``: integers behind the rows; ``last_sampled`` int64: the tokens of the step before."""
         weight = model.embedding.get_buffer("weight")
-        self._model, self._attention, self._device = model, attention, weight.device
+        self._model, self._attention, self._device, self._last_sampled = model, attention, weight.device, last_sampled
         self._header = _POSITIONS + model.rotary.axes
-        self._rows = self._header + more
-        self._inputs = torch.zeros(self._rows * largest, dtype=torch.int64, device=weight.device)
+        self._inputs = torch.zeros(self._header * largest + more, dtype=torch.int64, device=weight.device)
         self._hidden = torch.zeros((hidden_rows, model.config.hidden_size), dtype=weight.dtype, device=weight.device)
 
-    def _lines(self, packed: PackedBatch, size: int, more: int = 0) -> np.ndarray:
-        """A step's rows for the buffer, int64 [header + more, size]; those behind the header are zero."""
+    def _lines(self, packed: PackedBatch, size: int) -> np.ndarray:
+        """A step's rows for the buffer, int64 [header, size]."""
         count = len(packed.ids)
-        lines = np.zeros((self._header + more, size), np.int64)
-        lines[_SLOTS] = -1
-        lines[_SLOTS, :count] = packed.slots
+        lines = np.zeros((self._header, size), np.int64)
+        lines[[_SOURCE, _SLOTS]] = -1
+        lines[_IDS, :count], lines[_SOURCE, :count], lines[_SLOTS, :count] = packed.ids, packed.source, packed.slots
         lines[_ROPE_LENGTHS, :count] = packed.rope_lengths
-        lines[_POSITIONS : self._header, :count] = packed.positions
+        lines[_POSITIONS:, :count] = packed.positions
         return lines
 
+    def _load(self, *parts: np.ndarray) -> None:
+        """Puts these, one behind the other, at the buffer's front."""
+        flat = np.concatenate([part.reshape(-1) for part in parts])
+        load(self._inputs[: len(flat)], flat)
+
     def _fill_with_dummies(self, size: int) -> None:
-        self._view(size).zero_()[_SLOTS] = -1
+        self._inputs.zero_()
+        self._view(size)[[_SOURCE, _SLOTS]] = -1
+
+    def _embedded(self, lines: torch.Tensor) -> torch.Tensor:
+        """[size, row_size] of the buffer's rows."""
+        return self._model.embedding(fill_in(lines[_IDS], lines[_SOURCE], self._last_sampled), None, None)
 
     def _step(self, lines: torch.Tensor, plan: Any) -> AttentionStep:
-        cos, sin = self._model.rotary.angles(lines[_POSITIONS : self._header], lines[_ROPE_LENGTHS])
+        cos, sin = self._model.rotary.angles(lines[_POSITIONS:], lines[_ROPE_LENGTHS])
         return AttentionStep(cos, sin, lines[_SLOTS], None, plan)
 
     def _view(self, size: int) -> torch.Tensor:
-        """The buffer's front for a size: int64 [rows, size]."""
-        return self._inputs[: self._rows * size].view(-1, size)
+        """The buffer's rows for a size: int64 [header, size]."""
+        return self._inputs[: self._header * size].view(-1, size)
 
 
 class DecodeGraphs(_StepGraphs):
@@ -86,9 +105,8 @@ class DecodeGraphs(_StepGraphs):
         histories: Histories,
     ) -> None:
         largest = max(sizes)
-        super().__init__(model, attention, largest, _OF_DECODING + most_blocks, largest)
-        self._most_blocks = most_blocks
-        self._last_sampled, self._histories = last_sampled, histories
+        super().__init__(model, attention, largest, (1 + most_blocks) * largest, largest, last_sampled)
+        self._most_blocks, self._histories = most_blocks, histories
         self._greedy = GraphPool("decode graphs", sizes, self._run_greedy, self._device)
         self._layers = GraphPool("decode graphs without the choice", sizes, self._run_layers, self._device)
         self._penalized = GraphPool("choices under penalties", sizes, self._run_penalized, self._device)
@@ -101,17 +119,9 @@ class DecodeGraphs(_StepGraphs):
         fits = packed.decodes and few and packed.table.blocks.shape[1] <= self._most_blocks
         return fits and self._columns(packed) <= self._greedy.sizes[-1]
 
-    def greedy(self, packed: PackedBatch, penalized: bool = False) -> torch.Tensor:
-        """Runs a batch that fits; its likeliest tokens, int64 [n], a view that the next step overwrites.
-
-        ``penalized``: under the penalties of ``histories``, which then hold these tokens too.
-        """
-        size = self._load(packed)
-        if penalized:
-            self._layers.replay(size)
-            self._penalized.replay(size)
-        else:
-            self._greedy.replay(size)
+    def greedy(self, packed: PackedBatch) -> torch.Tensor:
+        """Runs a batch that fits; its likeliest tokens, int64 [n], a view that the next step overwrites."""
+        self._greedy.replay(self._put(packed))
         return self._last_sampled[: len(packed.ids)]
 
     def hidden(self, packed: PackedBatch) -> torch.Tensor:
@@ -119,8 +129,21 @@ class DecodeGraphs(_StepGraphs):
 
         ``last_sampled`` stays as it is.
         """
-        self._layers.replay(self._load(packed))
+        self._layers.replay(self._put(packed))
         return self._hidden[: len(packed.ids)]
+
+    def chooses(self, rows: int) -> bool:
+        """Whether :meth:`penalized` has a graph for this many."""
+        return rows <= self._penalized.sizes[-1]
+
+    def penalized(self, hidden: torch.Tensor) -> torch.Tensor:
+        """:meth:`hidden`'s rows, or those of another step, [m, hidden] -> the likeliest tokens under the penalties of
+        ``histories``, which then hold these too; int64 [m], a view that the next step overwrites."""
+        count = len(hidden)
+        if hidden.data_ptr() != self._hidden.data_ptr():
+            self._hidden[:count].copy_(hidden)
+        self._penalized.replay(self._penalized.size_for(count))
+        return self._last_sampled[:count]
 
     def _columns(self, packed: PackedBatch) -> int:
         """How many of them a batch takes. A draft's queries see keys that the step itself stores; smaller graphs may
@@ -128,18 +151,15 @@ class DecodeGraphs(_StepGraphs):
         count = len(packed.ids)
         return count if count == len(packed.table.row) else max(count, EARLY_ROWS + 1)
 
-    def _load(self, packed: PackedBatch) -> int:
+    def _put(self, packed: PackedBatch) -> int:
         """Puts a batch into the static inputs; the size of its graph."""
         count, table = len(packed.ids), packed.table
         size = self._greedy.size_for(self._columns(packed))
         if count > len(table.row):
             table = table.singles(packed.last)
-        lines = self._lines(packed, size, _OF_DECODING + table.blocks.shape[1])
-        ids, source, context = lines[self._header : self._header + _OF_DECODING]
-        source[:] = -1
-        ids[:count], source[:count], context[:count] = packed.ids, packed.source, table.context
-        lines[self._header + _OF_DECODING :, :count] = table.blocks.T
-        load(self._inputs[: lines.size], lines.reshape(-1))
+        given = np.zeros((1 + table.blocks.shape[1], size), np.int64)
+        given[0, :count], given[1:, :count] = table.context, table.blocks.T
+        self._load(self._lines(packed, size), given)
         return size
 
     def _run_greedy(self, size: int) -> None:
@@ -157,11 +177,9 @@ class DecodeGraphs(_StepGraphs):
     def _compute(self, size: int) -> torch.Tensor:
         """All layers over the static inputs, [size, hidden]."""
         lines = self._view(size)
-        ids, source, context = lines[self._header : self._header + _OF_DECODING]
-        ids = fill_in(ids, source, self._last_sampled)
-        blocks = lines[self._header + _OF_DECODING :]
-        step = self._step(lines, self._attention.captured_plan(context, blocks, settled=True))
-        return self._model.forward_layers(self._model.embedding.tokens(ids), self._attention, step, step)
+        behind = self._inputs[lines.numel() : lines.numel() + (1 + self._most_blocks) * size].view(-1, size)
+        step = self._step(lines, self._attention.captured_plan(behind[0], behind[1:], settled=True))
+        return self._model.forward_layers(self._embedded(lines), self._attention, step, step)
 
 
 def graph_sizes(largest: int) -> list[int]:
@@ -187,16 +205,17 @@ class PromptGraphs(_StepGraphs):
         most_sequences: int,
         most_rows: int,
         most_blocks: int,
+        last_sampled: torch.Tensor,
     ) -> None:
         # Only our own kernels read plans from static memory, and triton need not be there without graphs.
         from tessera.attention.triton_backend import StaticPieces, TritonBackend
 
         assert isinstance(attention, TritonBackend)
         most = max(sizes)
-        super().__init__(model, attention, most, 0, min(most, most_rows))
         self._most_blocks = min(most_blocks, -(-_MOST_CONTEXT // attention.storage.block_size))
         self._most_sequences, self._most_rows = most_sequences, most_rows
-        self._pieces = StaticPieces(attention, most_sequences, most_rows, most, self._most_blocks)
+        self._pieces = StaticPieces(attention, most_sequences, most_rows, self._most_blocks)
+        super().__init__(model, attention, most, self._pieces.size(most), min(most, most_rows), last_sampled)
         self._x = self._hidden.new_zeros((most, model.config.row_size))
         self._graphs = GraphPool("prompt graphs", sizes, self._run, self._device)
         self._graphs.record(self._fill_with_dummies)
@@ -207,22 +226,26 @@ class PromptGraphs(_StepGraphs):
         fits = sequences <= self._most_sequences and len(packed.last.row) <= self._most_rows
         return fits and len(packed.ids) <= self._graphs.sizes[-1] and most <= self._most_blocks
 
-    def run(self, packed: PackedBatch, x: torch.Tensor) -> torch.Tensor:
-        """A step that fits, its tokens embedded, x [n, hidden] -> normalised hidden rows of the queries that tokens are
-        chosen from, [m, hidden], a view that the next step overwrites."""
-        count = len(packed.ids)
-        size = self._graphs.size_for(count)
-        load(self._view(size), self._lines(packed, size))
-        self._pieces.load(packed.table, packed.last)
-        self._x[:count].copy_(x)
+    def run(self, packed: PackedBatch, pictures: Pictures | None) -> torch.Tensor:
+        """A step that fits, with its pictures -> normalised hidden rows of the queries that tokens are chosen from, [m,
+        hidden], a view that the next step overwrites."""
+        size = self._graphs.size_for(len(packed.ids))
+        lines = self._lines(packed, size)
+        if pictures is not None:
+            lines[_SOURCE, pictures.places] = _PICTURE
+            self._x.index_copy_(0, to_device(pictures.places, self._device), pictures.rows)
+        self._load(lines, self._pieces.fill(size, packed.table, packed.last))
         self._graphs.replay(size)
         return self._hidden[: len(packed.last.row)]
 
     def _run(self, size: int) -> None:
         """From static memory into static memory."""
-        step = self._step(self._view(size), self._pieces.plan(size))
-        rows, plan = self._pieces.last(size)
-        hidden = self._model.forward_layers(self._x[:size], self._attention, step, replace(step, rows=rows, plan=plan))
+        lines = self._view(size)
+        pieces = self._inputs[lines.numel() :]
+        step = self._step(lines, self._pieces.plan(pieces, size))
+        rows, plan = self._pieces.last(pieces, size)
+        x = torch.where((lines[_SOURCE] == _PICTURE)[:, None], self._x[:size], self._embedded(lines))
+        hidden = self._model.forward_layers(x, self._attention, step, replace(step, rows=rows, plan=plan))
         self._hidden[: len(hidden)].copy_(hidden)
 
 

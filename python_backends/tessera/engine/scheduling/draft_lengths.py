@@ -36,7 +36,8 @@ def tokens_should_be_known(load: Load, prompts: int) -> bool:
     waits meanwhile: sequences may then go on that else run in every second step only, and drafts be verified.
 
     ``prompts``: tokens of prompts in a step. Steps that are planned ahead are more for the same tokens of answers, and
-    need not read more prompts: of these only the first has any.
+    need not read more prompts: of these only the first has any. None is shorter than the host is busy with it: JSON by
+    one schema, 64 in flight, on an H200 8.9 ms, for 87 rows that take the device 5.9; and 13 ms for 253 with the wait.
     """
     ahead = known = rows_ahead = rows_known = 0.0
     for sequence in load.running:
@@ -49,10 +50,14 @@ def tokens_should_be_known(load: Load, prompts: int) -> bool:
         # One that waits for its token may be drafted for in its turn, any other one not.
         ahead += (1 + gain) / 2 if sequence.awaits_token else 1
         rows_ahead += (1 + rows) / 2 if sequence.awaits_token else 1
-    step_ns = load.costs.step_ns
-    longer = ahead * step_ns(prompts + rows_ahead) + (known - ahead) * step_ns(rows_ahead)
-    return longer > ahead * (step_ns(prompts + rows_known) + load.host_ns)
+    longer = ahead * _step_ns(load, prompts + rows_ahead) + (known - ahead) * _step_ns(load, rows_ahead)
+    return longer > ahead * _step_ns(load, prompts + rows_known, load.host_ns)
 
 
 def _rate(load: Load, given: float, run: int) -> float:
-    return given / max(1.0, load.costs.step_ns(run) + load.host_ns)
+    return given / max(1.0, _step_ns(load, run, load.host_ns))
+
+
+def _step_ns(load: Load, run: float, waits_ns: float = 0.0) -> float:
+    """How long a step of this many tokens takes, for which the device waits so long."""
+    return max(load.busy_ns, load.costs.step_ns(run) + waits_ns)

@@ -127,7 +127,9 @@ class Load:
         self.drafts, self.max_rows, self.least_chunk = drafts, max_rows, least_chunk
         self.pace = 1.0  # tokens that an answer gets of a step: more than one by drafts
         self.host_ns = 0.0  # between two steps, where the second is planned once the tokens of the first are known
+        self.busy_ns = 0.0  # of the host for a step: no step takes less, and none that is planned ahead hides it
         self._host_ns: deque[int] = deque(maxlen=_RECENT)
+        self._busy_ns: deque[int] = deque(maxlen=_RECENT)
         self.rules = rules
         self.costs = costs or CostModel()
         self.waiting: deque[Sequence] = deque()
@@ -140,12 +142,14 @@ class Load:
         # short ones mostly differ in these, and then the one's do not speak for the other's.
         self._short_share: dict[int, float] = {}
 
-    def record_host_time(self, known: bool, ns: int) -> None:
-        """Taking a step's tokens and planning the next took this long. Where those tokens were ``known`` by then, the
-        median of the recent times counts, for steps of one load differ by what there is to mask; else it is slowly
-        forgotten, as others may run meanwhile."""
+    def record_host_time(self, known: bool, planning_ns: int, launching_ns: int) -> None:
+        """Taking a step's tokens and planning the next took this long, and launching that. The median of the recent
+        times counts, for steps of one load differ by what there is to mask. Where those tokens were not ``known`` by
+        then, how long a device waits for the plan is slowly forgotten, as others may run meanwhile."""
+        self._busy_ns.append(planning_ns + launching_ns)
+        self.busy_ns = median(self._busy_ns)
         if known:
-            self._host_ns.append(ns)
+            self._host_ns.append(planning_ns)
             self.host_ns = median(self._host_ns)
         else:
             self.host_ns -= self.host_ns / _FORGOTTEN
