@@ -289,14 +289,17 @@ def tiny_config(**changes):
 
 
 def tiny_model(seed=3, device="cpu", dtype=torch.float32, **changes):
-    """A random model whose answers depend strongly on the whole prompt."""
+    """A random model, the same on every device, whose answers depend strongly on the whole prompt."""
     torch.set_num_threads(1)
     config = tiny_config(**changes)
-    model = model_class(config.architecture)(config, scheme_selector(None), dtype, torch.device(device))
-    model.randomize(seed)
-    for name, buffer in model.named_buffers():
-        if buffer.ndim > 1 and "embedding" not in name:
-            buffer.mul_(15)
+    model, drawn = (
+        model_class(config.architecture)(config, scheme_selector(None), dtype, torch.device(each))
+        for each in (device, "cpu")
+    )
+    for each in (model, drawn):
+        each.randomize(seed)
+    for (name, buffer), values in zip(model.named_buffers(), drawn.buffers(), strict=True):
+        buffer.copy_(values * 15 if buffer.ndim > 1 and "embedding" not in name else values)
     return model
 
 

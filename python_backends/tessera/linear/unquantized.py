@@ -149,7 +149,7 @@ class Embedding(nn.Module):
         self._behind = row_size - size
 
     def forward(
-        self, ids: torch.Tensor, image_index: torch.Tensor | None, image_rows: torch.Tensor | None
+        self, ids: torch.Tensor, image_index: torch.Tensor | None = None, image_rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         """ids int64 [n] -> [n, row_size]; ``image_rows`` [r, row_size] replace the rows ``image_index`` [r]."""
         rows = self.tokens(ids)

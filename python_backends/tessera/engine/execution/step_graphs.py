@@ -77,7 +77,7 @@ class _StepGraphs:
 
     def _embedded(self, lines: torch.Tensor) -> torch.Tensor:
         """[size, row_size] of the buffer's rows."""
-        return self._model.embedding(fill_in(lines[_IDS], lines[_SOURCE], self._last_sampled), None, None)
+        return self._model.embedding(fill_in(lines[_IDS], lines[_SOURCE], self._last_sampled))
 
     def _step(self, lines: torch.Tensor, plan: Any) -> AttentionStep:
         cos, sin = self._model.rotary.angles(lines[_POSITIONS:], lines[_ROPE_LENGTHS])
