@@ -10,6 +10,7 @@ import pytest
 from engine_fakes import EOS, VOCABULARY, ByteTokenizer, ends, make_engine, make_request, run, text_of
 
 from tessera.engine.process.messages import Submit
+from tessera.engine.scheduling.scheduler import Scheduler
 from tessera.engine.structured_output import compiling, constraints, sequences
 from tessera.engine.structured_output.compiling import MOST_GRAMMARS, GrammarLane, GrammarTrial
 from tessera.engine.structured_output.constraints import Constraints, Matcher
@@ -75,7 +76,9 @@ def test_plain_answers_go_on_while_no_mask_comes(slow, monkeypatch):
     ("count", "beside", "async_launch"), [(20, False, False), (20, False, True), (21, True, False), (21, True, True)]
 )
 def test_the_masks_of_many_are_made_beside_the_steps(monkeypatch, count, beside, async_launch):
-    """What each takes is given, so that 20 hold up no step; a crowd has no need of places in the lane."""
+    """Where steps are planned ahead. What each takes is given, so that 20 hold up no step; a crowd needs no places
+    in the lane."""
+    monkeypatch.setattr(Scheduler, "tokens_should_be_known", lambda scheduler, batch: False)
     jobs = [make_request([n, 5], f"{n}", max_tokens=60, regex="(ab|cd){4}") for n in range(count)]
     few, _ = make_engine(num_blocks=4000, max_sequences=8)
     expected = [text for job in jobs for text in [few.submit(job) and text_of(run(few), job.request_id)]]
