@@ -75,9 +75,9 @@ class _StepGraphs:
         self._inputs.zero_()
         self._view(size)[[_SOURCE, _SLOTS]] = -1
 
-    def _embedded(self, lines: torch.Tensor) -> torch.Tensor:
-        """[size, row_size] of the buffer's rows."""
-        return self._model.embedding(fill_in(lines[_IDS], lines[_SOURCE], self._last_sampled))
+    def _tokens(self, lines: torch.Tensor) -> torch.Tensor:
+        """Those of the buffer's rows, int64 [size]."""
+        return fill_in(lines[_IDS], lines[_SOURCE], self._last_sampled)
 
     def _step(self, lines: torch.Tensor, plan: Any) -> AttentionStep:
         cos, sin = self._model.rotary.angles(lines[_POSITIONS:], lines[_ROPE_LENGTHS])
@@ -179,7 +179,8 @@ class DecodeGraphs(_StepGraphs):
         lines = self._view(size)
         behind = self._inputs[lines.numel() : lines.numel() + (1 + self._most_blocks) * size].view(-1, size)
         step = self._step(lines, self._attention.captured_plan(behind[0], behind[1:], settled=True))
-        return self._model.forward_layers(self._embedded(lines), self._attention, step, step)
+        x = self._model.embedding.tokens(self._tokens(lines))
+        return self._model.forward_layers(x, self._attention, step, step)
 
 
 def graph_sizes(largest: int) -> list[int]:
@@ -244,7 +245,8 @@ class PromptGraphs(_StepGraphs):
         pieces = self._inputs[lines.numel() :]
         step = self._step(lines, self._pieces.plan(pieces, size))
         rows, plan = self._pieces.last(pieces, size)
-        x = torch.where((lines[_SOURCE] == _PICTURE)[:, None], self._x[:size], self._embedded(lines))
+        x = self._model.embedding(self._tokens(lines))
+        x = torch.where((lines[_SOURCE] == _PICTURE)[:, None], self._x[:size], x)
         hidden = self._model.forward_layers(x, self._attention, step, replace(step, rows=rows, plan=plan))
         self._hidden[: len(hidden)].copy_(hidden)
 
