@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import figures
@@ -156,7 +157,8 @@ def pages_of(options: argparse.Namespace) -> int:
 
 
 def run_replay(options: argparse.Namespace) -> None:
-    """Pages of MinerU2.5's shape in turns, with the drafts as they were accepted; with one kind of crops alone."""
+    """Pages of MinerU2.5's shape in turns, with the drafts as they were accepted; with one kind of crops alone.
+    `ceiling`: without drafts, were the tokens of crops but the first at no cost."""
     pages = len(ReplaySet(options.accepted).pages)
     with tempfile.TemporaryDirectory(prefix="tessera-drafts-") as place:
         repository = Path(place, "model_repository")
@@ -177,9 +179,15 @@ def run_replay(options: argparse.Namespace) -> None:
             for name in options.loads
         }
         with both(options, options.checkpoint or MINERU, repository) as servers:
-            for name, found in turns(options, servers, asked).items():
+            compared = turns(options, servers, asked)
+            for name, found in compared.items():
                 about = {"what": "accepted as measured, random weights", "pages": pages}
                 emit(options, f"pages.{name}.ratio", found, **about)
+            for name in options.loads if "" in options.kinds else ():
+                load, usual = replace(replay.LOADS[name], crops_end=True), compared[name]
+                best = read(load, servers[1], random.randrange(1 << 30)).run.requests_s
+                below = fmean(usual.worth(told) for told, _ in usual.turns)
+                figures.emit(figure_name(options, f"pages.{name}.ceiling"), round(best / below, 4), "ratio")
 
 
 class Parsed(NamedTuple):

@@ -77,6 +77,8 @@ class Load:
     """Of the crops that are asked, where not all are."""
     pruned: str = ""
     """Which pictures are without equal groups of patches: crops, or all."""
+    crops_end: bool = False
+    """With their first token."""
 
     def prunes(self, number: int) -> bool:
         """Whether the picture of a page's request is; that of request 0 is the layout's."""
@@ -184,7 +186,7 @@ class Reader:
     def _ask(self, pages: ReplaySet, chat: Chat, turn: int, number: int) -> Answered:
         page = in_turn(turn, len(pages.pages))
         request: Request = pages.pages[page].requests[number]
-        if self._load.part:
+        if self._load.part or (number and self._load.crops_end):
             request = replace(request, tokens=1)
         picture = picture_file(self._folder, page, number).read_bytes()
         messages = pages.client.messages(request, marked(picture, f"{self._seed} {turn} {number}"))

@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,21 +122,31 @@ def test_joules_without_equal_groups_are_of_the_same_turns(printed: Any, monkeyp
     assert (line["share"], line["share_ci95"], line["turns"], line["at_most"]) == (0.75, 0.0, 2, 48)
 
 
-@pytest.mark.parametrize(("load_name", "pruned"), [("c10", 0), ("pruned_crops", 9), ("pruned", 10)])
-def test_what_is_asked_without_equal_groups(set_file: Path, tmp_path: Path, load_name: str, pruned: int) -> None:
+ENDING = replace(LOADS["c10"], crops_end=True)
+
+
+@pytest.mark.parametrize(
+    ("load", "pruned"), [(LOADS["c10"], 0), (LOADS["pruned_crops"], 9), (LOADS["pruned"], 10), (ENDING, 0)]
+)
+def test_what_is_asked_without_equal_groups_and_where_crops_end(
+    set_file: Path, tmp_path: Path, load: Load, pruned: int
+) -> None:
     asked: list[Any] = []
+    tokens: list[int] = []
 
     def chat(messages: Any, sampling: dict[str, Any]) -> Reply:
         asked.append(sampling.get("tile_policy"))
+        tokens.append(sampling["max_tokens"])
         return Reply(None, 1, 1)
 
     bench_replay.encode(set_file, tmp_path, 2)
-    reader = bench_replay.Reader(lambda: nullcontext(chat), set_file, tmp_path, LOADS[load_name], 3)
+    reader = bench_replay.Reader(lambda: nullcontext(chat), set_file, tmp_path, load, 3)
     with reader.prepare(0, 0):
         pages = ReplaySet(set_file)
         for number in range(10):
             reader._ask(pages, chat, 1, number)
     assert len(asked) == 10 and asked.count({"prune": "equal"}) == pruned and (pruned == 10) == (asked[0] is not None)
+    assert tokens[0] > 1 and (max(tokens[1:]) == 1) is load.crops_end
 
 
 NAMES = ("pages_s", "whole", "req_s", "tok_s", "prefill_p50_ms", "decode_p50_ms", "page_p50_s")
