@@ -50,14 +50,11 @@ def tokens_should_be_known(load: Load, prompts: int) -> bool:
         # One that waits for its token may be drafted for in its turn, any other one not.
         ahead += (1 + gain) / 2 if sequence.awaits_token else 1
         rows_ahead += (1 + rows) / 2 if sequence.awaits_token else 1
-    longer = ahead * _step_ns(load, prompts + rows_ahead) + (known - ahead) * _step_ns(load, rows_ahead)
-    return longer > ahead * _step_ns(load, prompts + rows_known, load.host_ns)
+    step_ns, busy_ns = load.costs.step_ns, load.busy_ns
+    first, others = (max(busy_ns, step_ns(run)) for run in (prompts + rows_ahead, rows_ahead))
+    longer = ahead * first + (known - ahead) * others
+    return longer > ahead * max(busy_ns, step_ns(prompts + rows_known) + load.host_ns)
 
 
 def _rate(load: Load, given: float, run: int) -> float:
-    return given / max(1.0, _step_ns(load, run, load.host_ns))
-
-
-def _step_ns(load: Load, run: float, waits_ns: float = 0.0) -> float:
-    """How long a step of this many tokens takes, for which the device waits so long."""
-    return max(load.busy_ns, load.costs.step_ns(run) + waits_ns)
+    return given / max(1.0, load.costs.step_ns(run) + load.host_ns)
