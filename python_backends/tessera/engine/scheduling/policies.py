@@ -127,7 +127,7 @@ class Load:
         self.drafts, self.max_rows, self.least_chunk = drafts, max_rows, least_chunk
         self.pace = 1.0  # tokens that an answer gets of a step: more than one by drafts
         self.host_ns = 0.0  # between two steps, where the second is planned once the tokens of the first are known
-        self.busy_ns = 0.0  # of the host for a step: no step takes less, and none that is planned ahead hides it
+        self.busy_ns = 0.0  # of the host with a step, its launch too; a device that is faster waits for it
         self._host_ns: deque[int] = deque(maxlen=_RECENT)
         self._busy_ns: deque[int] = deque(maxlen=_RECENT)
         self.rules = rules
