@@ -224,15 +224,28 @@ class Sequence:
         if not self.draft:  # as for most
             return chosen if self._accept(*chosen[0]) else []
         draft, self.draft = self.draft, ()
-        right = 0
-        while self._accept(*chosen[right]) and not self.finished and right < len(draft):
-            if chosen[right][0] != draft[right]:
-                break
-            right += 1
+        tokens = [token for token, _ in chosen]
+        right = next((place for place, token in enumerate(draft) if tokens[place] != token), len(draft))
+        if not self._take_all(tokens[: right + 1]):
+            right = 0
+            while self._accept(*chosen[right]) and not self.finished and right < len(draft):
+                if tokens[right] != draft[right]:
+                    break
+                right += 1
         self.computed = min(self.computed, self.known - 1)  # it is 0 where the blocks were given back meanwhile
         assert self.drafting is not None, "nobody drafted this"
         self.drafting.learn(len(draft), right + (right < len(draft) and chosen[right][0] == draft[right]))
         return chosen[: right + self.finite]
+
+    def _take_all(self, tokens: list[int]) -> bool:
+        """Takes several tokens at once, if none of them can end the answer."""
+        outputs, place = self.outputs, self.known
+        ends = len(outputs) + len(tokens) >= self.max_tokens or not self.stop_ids.isdisjoint(tokens)
+        if ends or NOT_FINITE in tokens:
+            return False
+        self.ids[place : place + len(tokens)] = self.cache_ids[place : place + len(tokens)] = tokens
+        outputs.extend(tokens)
+        return True
 
     def _accept(self, token: int, report: Report | None) -> bool:
         """Whether it is part of the answer."""

@@ -177,8 +177,9 @@ class Scheduler:
                 proposals[each] = proposal
         if not proposals:
             return {}
-        decoding = sum(each.pending == 1 for each in self.running)
-        unread = sum(each.pending for each in self.running) - decoding
+        pending = [each.pending for each in self.running]
+        decoding = pending.count(1)
+        unread = sum(pending) - decoding
         most = min(
             load.max_rows - len(self.running) - len(load.admissible()), (load.max_batched_tokens - decoding) // 2
         )

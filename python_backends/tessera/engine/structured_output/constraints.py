@@ -91,6 +91,7 @@ class Matcher:
         self._matcher = matcher
         self._beside = beside
         self._ends, self._others = ends, ~ends
+        self._stops = frozenset(np.flatnonzero(np.unpackbits(ends, bitorder="little")).tolist())
         self._end = end
         self._grammar = _Grammar(max(size, _LEAST_BYTES))
         self._mask: np.ndarray | None
@@ -219,16 +220,18 @@ class Matcher:
             self._grammar.elsewhere -= 1
 
     def _consume(self, tokens: SequenceType[int]) -> None:
-        for token in tokens:
-            self._matcher.consume_token(token)
+        if tokens:
+            self._matcher.consume_tokens(list(tokens))
             self._mask = None
 
     def _look_ahead(self) -> None:
         """llguidance allows nothing but the first of these tokens where there are any."""
         if self._ahead:
             forced = self._matcher.compute_ff_tokens()[: self._ahead]
-            self.forced = list(takewhile(lambda token: not self._ends[token // 8] >> token % 8 & 1, forced))
-            self._consume(self.forced)
+            if not self._stops.isdisjoint(forced):
+                forced = list(takewhile(lambda token: token not in self._stops, forced))
+            self.forced = forced
+            self._consume(forced)
 
     def _make(self, compute: Callable[[], _Bits]) -> None:
         try:
