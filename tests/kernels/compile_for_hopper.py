@@ -12,8 +12,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from tessera.kernels.early_linear import _early_product
-from tessera.kernels.experts import _arrange, _grouped, _route, plan_grouped
+from tessera.kernels.experts import _LARGE_STAGES, GroupedPlan, _arrange, _grouped, _route, plan_grouped
 from tessera.kernels.gate_up_silu import GateUpPlan, _gate_up_silu
+from tessera.kernels.grouped_rows import _grouped_rows, _number_tiles
 from tessera.kernels.operands import EARLY_WARPS, plan_early
 from tessera.kernels.paged_decode import SETTLED_PLAN, _decode_kernel
 from tessera.kernels.row_linear import RowPlan, _row_product, plan_rows
@@ -158,7 +159,25 @@ def experts(pairs: int, form: str) -> None:
     for gate, more in ((True, {"out": "*bf16"}), (False, down)):
         own = {**signature, **more}
         none = {name: None for name in ("x_scales", "scales", "pair_weights", "tokens") if name not in own}
+        if not gate and plan.rows >= 128 and not packed:
+            grouped_rows(plan, form, scaled)
+            continue
         compile_for_hopper(ASTSource, _grouped, own, {**constants, **none, "GATE": gate}, "wgmma.mma_async", **options)
+
+
+def grouped_rows(plan: GroupedPlan, form: str, scaled: bool) -> None:
+    signature = {
+        "x": f"tensordesc<{form}[{plan.rows}, {plan.depth}]>",
+        "weight": f"tensordesc<{form}[{plan.columns}, {plan.depth}]>",
+        **dict.fromkeys(("pairs", "bounds", "tiles"), "*i32"),
+        **dict.fromkeys(("pair_weights", "out"), "*bf16"),
+        **dict.fromkeys(("tokens", "n", "k"), "i32"),
+        **(dict.fromkeys(("x_scales", "scales"), "*fp32") if scaled else {}),
+    }
+    constants = {"PICKED": 8, "EARLY": True, **plan.launch} | ({} if scaled else {"x_scales": None, "scales": None})
+    options = {"num_warps": constants.pop("num_warps"), "num_stages": _LARGE_STAGES}
+    del constants["num_stages"]
+    compile_for_hopper(ASTSource, _grouped_rows, signature, constants, "wgmma.mma_async", **options)
 
 
 def routing() -> None:
@@ -167,6 +186,10 @@ def routing() -> None:
     compile_for_hopper(ASTSource, _route, pointers, constants, "st.global", num_warps=1)
     pointers = {"ids": "*i32", "pairs": "*i32", "bounds": "*i32", "count": "i32"}
     compile_for_hopper(ASTSource, _arrange, pointers, {"BLOCK": 4096, "EARLY": True}, "st.global", num_warps=8)
+    constants = {"EXPERTS": 128, "ALL": 128, "ROWS": 128, "EARLY": True}
+    compile_for_hopper(
+        ASTSource, _number_tiles, dict.fromkeys(("bounds", "tiles"), "*i32"), constants, "st.global", num_warps=1
+    )
 
 
 if __name__ == "__main__":

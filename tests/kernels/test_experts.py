@@ -112,7 +112,9 @@ def test_grouped_products(half, device, generator, form, case):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("plan", [GroupedPlan(16, 16, 32), GroupedPlan(64, 128, 64), GroupedPlan(32, 32, 128)])
+@pytest.mark.parametrize(
+    "plan", [GroupedPlan(16, 16, 32), GroupedPlan(64, 128, 64), GroupedPlan(32, 32, 128), GroupedPlan(128, 32, 32)]
+)
 def test_plans_give_the_same(half, device, generator, form, plan):
     routing, x, gates, downs = products(form, half, device, generator, 40, 4, 2)
     expected = reference.grouped_gate_up(given(form, x), gates, routing)

@@ -27,12 +27,14 @@ from tessera.kernels.activation import gated
 from tessera.kernels.fixed_rows import fixed
 from tessera.kernels.fp8 import early_launch, wait_for_previous
 from tessera.kernels.fp8_rows import Fp8Rows
+from tessera.kernels.grouped_rows import grouped_rows
 from tessera.kernels.operands import MAX_ROWS, Partials, Routing, StoredWeights
 from tessera.kernels.w4_layout import ZERO_BITS, PackedW4
 from tessera.kernels.w4a16 import widen_assembly
 
 _MOST_PAIRS = 4096  # that a program orders at a time
 _HOPPER = 227 << 10  # bytes of shared memory that a program may have
+_LARGE_STAGES = 3  # of tiles that are finished while the next one's blocks are fetched
 _ZERO_MASK = tl.constexpr((1 << ZERO_BITS) - 1)
 
 
@@ -148,6 +150,9 @@ def _multiply(
         dtype=dtype if gate or tokens > MAX_ROWS or fixed() else torch.float32,
         device=values.device,
     )
+    if not gate and tokens and _large(plan, values, chunk):
+        grouped_rows(values, x_scales, stored, scales, routing, out, plan.launch | {"num_stages": _LARGE_STAGES})
+        return out
     touched = min(pairs, experts)  # each has one tile, and one more for every ``plan.rows`` further pairs
     weighted = None if gate else routing.weights, out, None if gate else tokens
     if tokens:
@@ -158,6 +163,12 @@ def _multiply(
             **early_launch(values.device),
         )
     return out
+
+
+def _large(plan: GroupedPlan, x: torch.Tensor, chunk: int) -> bool:
+    """Whether a product of x, a row a pair, is :mod:`tessera.kernels.grouped_rows`'s."""
+    has_tma = x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return plan.rows >= 128 and x.itemsize <= 2 and not chunk and has_tma
 
 
 @triton.jit
