@@ -120,8 +120,9 @@ def tokenizers() -> tuple[Tokenizer, Tokenizer]:
 def run_acceptance(options: argparse.Namespace) -> None:
     """Asks the default document model about the pages, emits what their text layers have of its answers, and writes the
     pages with the marks for :func:`run_replay`."""
-    (letters, words), earlier = tokenizers(), EarlierAnswers()
-    asked, found = page_requests(options.pages, pages_of(options)), defaultdict[str, list[list[str]]](list)
+    letters, words = tokenizers()
+    earlier, found = EarlierAnswers(words.numbers), defaultdict[str, list[list[str]]](list)
+    asked = page_requests(options.pages, pages_of(options))
     with serve(drafting(options, DOCUMENTS)[0]) as server:
         cases = [each.case for page in asked for each in page]
         answers = iter(ask_all(server.grpc, cases, options.in_flight))

@@ -24,6 +24,7 @@ class ByteTokenizer:
     """Ids 0..255 are bytes, 256 is the special token <eos>; ids beyond it are not the tokenizer's."""
 
     special_ids = frozenset([EOS])
+    numbers = frozenset(b"0123456789")
     eos_id = EOS
     strips_space = False
 

@@ -9,6 +9,7 @@ import pytest
 from tessera.engine.drafts.text import (
     BETWEEN,
     CERTAIN,
+    LATEST,
     LEAST,
     LONGEST,
     NEAR,
@@ -18,6 +19,7 @@ from tessera.engine.drafts.text import (
     Occurrences,
     Suffixes,
     TextDraft,
+    alike,
     read_tokens,
 )  # fmt: skip
 
@@ -86,27 +88,41 @@ def test_how_much_agrees_is_that_of_a_search(seed: int) -> None:
         assert text.agreeing(place, answer, len(answer), LONGEST) == agreeing(whole, place, answer)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(60))
 def test_suffixes_are_those_of_a_search(seed: int) -> None:
     random = Random(seed)
-    tokens = random.choice((2, 3))
-    prompt, earlier = [random.randrange(tokens) for _ in range(20)], EarlierAnswers()
+    tokens, numbers = random.choice((2, 3)), random.choice((frozenset[int](), frozenset([0]), frozenset([0, 1])))
+    prompt, earlier = [random.randrange(tokens) for _ in range(20)], EarlierAnswers(numbers)
     answers = [[random.randrange(tokens) for _ in range(12)] for _ in range(2)]
     for answer in answers:
         earlier.add("a", answer)
-    texts, suffixes = [prompt, [*answers[0], BETWEEN, *answers[1], BETWEEN]], Suffixes(prompt, earlier, "a")
+    suffixes, whole = Suffixes(prompt, earlier, "a"), answer_like(prompt, random, tokens)
+    known = list[int]()
     for said in range(25):
-        answer = answer_like(prompt, random, tokens)[:said]
-        places = [(agreeing(text, place, answer), text, place) for text in texts for place in range(len(text) + 1)]
-        longest = max(count for count, *_ in places)
-        # Of a text the eight newest places are looked at, and of these the first of the longest.
-        found = []
-        if longest >= LEAST:
-            near = [[each for each in places if each[1] is text and each[0] >= LEAST][-8:] for text in texts]
-            best = max([each for side in near for each in side], key=lambda each: each[0])
-            found = best[1][best[2] : best[2] + min(15, best[0])]
-            found = found[: found.index(BETWEEN)] if BETWEEN in found else found
-        assert suffixes.propose(answer, 15) == found
+        answer = whole[:said]
+        texts = [known, prompt, [*answers[0], BETWEEN, *answers[1], BETWEEN]]
+        found, longest = list[int](), 0
+        for text in texts:
+            # Of a text the eight newest places are looked at, and of these the newest of the longest.
+            places = [
+                (agreeing(alike(text, numbers), place, alike(answer, numbers)), place) for place in range(len(text))
+            ]
+            for count, place in [each for each in places if each[0] >= LEAST][: -LATEST - 1 : -1]:
+                if count > longest:
+                    longest, found = count, text[place : place + min(15, count)]
+                    same = count == LONGEST and agreeing(text, place, answer) == LONGEST
+        ends = [n for n, token in enumerate(found) if token == BETWEEN or (token in numbers and not same)]
+        assert suffixes.propose(answer, 15) == found[: ends[0] if ends else None]
+        known = answer
+
+
+def test_between_numbers_of_a_layout_all_is_proposed_that_stays() -> None:
+    digits, signs, random = frozenset(range(10)), [20, 21, 22, 23], Random(0)
+    layout = [token for _ in range(6) for token in (*(random.randrange(10) for _ in range(6)), *signs)]
+    suffixes = Suffixes((), EarlierAnswers(digits), "a")
+    proposed = [suffixes.propose(layout[:said], 15) for said in range(len(layout))]
+    assert proposed[26] == signs and proposed[28] == signs[2:]
+    assert all(place % 10 > 5 for place, tokens in enumerate(proposed) if tokens and place >= 20)
 
 
 def steps(draft: TextDraft, answer: Sequence[int], most: int = 15) -> int:

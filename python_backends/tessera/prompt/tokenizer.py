@@ -104,6 +104,12 @@ class Tokenizer:
         return frozenset(map(self.token_id, self.special_tokens))
 
     @cached_property
+    def numbers(self) -> frozenset[int]:
+        """The tokens that have nothing but digits."""
+        pieces = self.backend.get_vocab(with_added_tokens=False).items()
+        return frozenset(token for piece, token in pieces if piece.isascii() and piece.isdecimal())
+
+    @cached_property
     def special_names(self) -> dict[str, str]:
         """What a chat template may ask for by name: bos_token, eos_token, and any other ``*_token`` of the settings."""
         return {

@@ -25,32 +25,44 @@ LEAST = 4  # tokens that must have occurred
 LATEST = 8  # places of a text that are looked at
 BETWEEN = -1
 """In a token's place: what stands before it is not followed by what comes after it."""
+_NUMBER = -2  # in the place of each, where numbers are alike
 
 
 class Occurrences:
-    """``behind``: of each ``order`` tokens in a row the places behind them in ``tokens``, ascending. The text may grow,
-    at 0.4 us and about 200 bytes a token."""
+    """``behind``: of each ``order`` tokens in a row the places behind them in ``tokens``, ascending, where all
+    ``numbers`` are alike. The text may grow, at 0.4 us and about 200 bytes a token."""
 
-    def __init__(self, order: int, tokens: Iterable[int] = ()) -> None:
+    def __init__(self, order: int, tokens: Sequence[int] = (), numbers: frozenset[int] = frozenset()) -> None:
         self.tokens: list[int] = []
         self.behind: dict[tuple[int, ...], list[int]] = {}
-        self._order = order
+        self._alike = [] if numbers else self.tokens
+        self._order, self._numbers = order, numbers
         self.extend(tokens)
 
-    def extend(self, tokens: Iterable[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         begin = max(0, len(self.tokens) + 1 - self._order)
         self.tokens += tokens
-        rows = zip(*(islice(self.tokens, begin + ahead, None) for ahead in range(self._order)))
+        if self._numbers:
+            self._alike += alike(tokens, self._numbers)
+        rows = zip(*(islice(self._alike, begin + ahead, None) for ahead in range(self._order)))
         for place, row in enumerate(rows, begin + self._order):
             self.behind.setdefault(row, []).append(place)
 
     def agreeing(self, place: int, answer: Sequence[int], end: int, most: int) -> int:
-        """How many tokens before ``place``, up to this many, are those of an answer before ``end``."""
-        tokens, most = self.tokens, min(most, place, end)
+        """How many tokens before ``place``, up to this many, are those of an answer before ``end``, which has its
+        numbers as :func:`alike` has them."""
+        tokens, most = self._alike, min(most, place, end)
+        if tokens[place - most : place] == answer[end - most : end]:  # in layouts mostly
+            return most
         count = 0
         while count < most and tokens[place - 1 - count] == answer[end - 1 - count]:
             count += 1
         return count
+
+
+def alike(tokens: Iterable[int], numbers: frozenset[int]) -> list[int]:
+    """The tokens with one and the same in the place of each number."""
+    return [_NUMBER if token in numbers else token for token in tokens]
 
 
 class TextDraft:
@@ -112,9 +124,11 @@ def read_tokens(input_ids: np.ndarray, spans: np.ndarray) -> list[int]:
 
 class EarlierAnswers:
     """The last answers by name: of each name between ``tokens`` and twice as many tokens, of at most ``names`` names;
-    the one that was not used for longest goes first. By default 131,072 tokens, in 26 MB."""
+    the one that was not used for longest goes first. By default 131,072 tokens, in 27 MB. ``numbers``: the tokens that
+    have nothing but digits."""
 
-    def __init__(self, names: int = 16, tokens: int = 4096) -> None:
+    def __init__(self, numbers: frozenset[int] = frozenset(), names: int = 16, tokens: int = 4096) -> None:
+        self.numbers = numbers
         self._names, self._tokens = names, tokens
         self._of: OrderedDict[str, list[Occurrences]] = OrderedDict()
 
@@ -127,18 +141,25 @@ class EarlierAnswers:
 
     def add(self, name: str, answer: Sequence[int]) -> None:
         """Keeps the beginning of an answer that is as long as all that is kept."""
-        kept = self._of.setdefault(name, [Occurrences(LEAST)])
+        kept = self._of.setdefault(name, [self._nothing()])
         self._of.move_to_end(name)
         if len(self._of) > self._names:
             self._of.popitem(last=False)
         if len(kept[0].tokens) + len(answer) > self._tokens and kept[0].tokens:
-            kept[:] = [Occurrences(LEAST), kept[0]]
+            kept[:] = [self._nothing(), kept[0]]
         kept[0].extend([*answer[: self._tokens], BETWEEN])
+
+    def _nothing(self) -> Occurrences:
+        return Occurrences(LEAST, numbers=self.numbers)
 
 
 class Suffixes:
-    """Proposes for one answer, once its last four tokens or more occurred before, what followed where the most did, and
-    no more tokens than occurred: in answers without boilerplate, longer drafts are nearly all wrong.
+    """Proposes for one answer, once its last four tokens or more occurred before, what followed where the most did, of
+    such places at the newest, and no more tokens than occurred: in answers without boilerplate, longer drafts are
+    nearly all wrong.
+
+    In a layout or a list numbers change and what is between them does not. So they are alike where places are sought,
+    and none is proposed, unless the text agrees number by number as far as is looked.
 
     ``prompt``: as :func:`read_tokens` has it. ``name``: of the earlier answers.
     """
@@ -147,7 +168,7 @@ class Suffixes:
 
     def __init__(self, prompt: Sequence[int], earlier: EarlierAnswers, name: str) -> None:
         self._unread = list(prompt)
-        self._prompt = Occurrences(LEAST)
+        self._answer, self._prompt = (Occurrences(LEAST, numbers=earlier.numbers) for _ in range(2))
         self._earlier, self._name = earlier, name
 
     def propose(self, outputs: Sequence[int], most: int) -> list[int]:
@@ -155,11 +176,17 @@ class Suffixes:
         if self._unread:
             self._prompt.extend(self._unread[:PIECE])
             del self._unread[:PIECE]
-        last, longest = tuple(outputs[-LEAST:]), 0
-        found: list[int] = []
-        for text in (self._prompt, *self._earlier.of(self._name)):
-            for place in text.behind.get(last, ())[-LATEST:]:
-                agreeing = text.agreeing(place, outputs, len(outputs), LONGEST)
-                if agreeing > longest:
-                    longest, found = agreeing, text.tokens[place : place + min(most, agreeing)]
-        return list(takewhile(BETWEEN.__ne__, found)) if found else found
+        said, numbers = [*outputs[-LONGEST:]], self._earlier.numbers
+        last, longest = alike(said, numbers), 0
+        row, found = tuple(last[-LEAST:]), list[int]()
+        texts = self._answer, self._prompt, *self._earlier.of(self._name)
+        places = ((each, place) for each in texts for place in reversed(each.behind.get(row, ())[-LATEST:]))
+        for text, place in places:
+            agreeing = text.agreeing(place, last, len(last), LONGEST)
+            if agreeing > longest and place < len(text.tokens):
+                longest, found = agreeing, text.tokens[place : place + min(most, agreeing)]
+            if longest == LONGEST:
+                numbers = numbers if text.tokens[place - LONGEST : place] != said else frozenset()
+                break
+        self._answer.extend(outputs[len(self._answer.tokens) :])
+        return [*takewhile(lambda token: token != BETWEEN and token not in numbers, found)]
