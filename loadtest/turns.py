@@ -138,7 +138,8 @@ def compare(compared: Mapping[str, Comparison], seconds: float, goal: float = GO
         for name, each in list(left.items()) if turn > 1 else ():
             done = turn >= LEAST and each.ratio.share <= goal
             words = ", out of time" if late and not done else ""
-            print(f"{name}: {each.ratio} after {turn} turns{words}", file=sys.stderr, flush=True)
+            last = ", ".join(format(each.worth(told), ".4g") for told in each.turns[-1])
+            print(f"{name}: {each.ratio} after {turn} turns{words}, last {last}", file=sys.stderr, flush=True)
             if done or late:
                 del left[name]
         if not left:

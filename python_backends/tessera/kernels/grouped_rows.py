@@ -2,8 +2,8 @@
 
 The tensor memory accelerator (TMA) fetches both operands; rows past an expert's last are the next one's, and written by
 nobody. A program goes from tile to tile and fetches a tile's first blocks while the last one is finished. Which expert
-has which tile is written down before, by a launch of its own: found in each tile, as :mod:`tessera.kernels.experts`
-does for few tokens, it costs as much as a third of the product.
+has which tile is written down by a launch before: a tile that finds it out, as :mod:`tessera.kernels.experts` has it
+for few tokens, adds up over all experts first.
 """
 
 from __future__ import annotations
