@@ -12,12 +12,14 @@ by the marks that a request carries as its draft.
 import argparse
 import random
 import shutil
+import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from difflib import unified_diff
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -213,6 +215,9 @@ def run_parse(options: argparse.Namespace) -> None:
     with both(options, DOCUMENTS) as servers:
         found = turns(options, servers, {"parse": parse}, worth=lambda told: told.rate)["parse"]
     pairs = [pair for turn in found.turns for pair in zip(*(told.pages for told in turn))]
+    for below, above in pairs:
+        lines = below.splitlines(keepends=True), above.splitlines(keepends=True)
+        sys.stderr.writelines(unified_diff(*lines, "without drafts", "with drafts", n=1))
     name = figure_name(options, "pages.ratio" if options.gpus else "cpu.pages.ratio").removeprefix("trial.")
     emit(options, name, found, pages=len(pairs), pages_that_differ=sum(one != other for one, other in pairs))
 
