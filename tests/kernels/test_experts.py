@@ -1,5 +1,7 @@
 """Routing and the grouped products of experts against their twins, for weights of every form."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from tessera.kernels.w4_layout import pack
 
 pytest.importorskip("triton", reason="the kernels are written in triton, which is not installed")
 
-from tessera.kernels.experts import GroupedPlan, grouped_down, grouped_gate_up, plan_grouped, route
+from tessera.kernels.experts import GroupedPlan, _large, grouped_down, grouped_gate_up, plan_grouped, route
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 K, N = 128, 48
@@ -121,6 +123,15 @@ def test_plans_give_the_same(half, device, generator, form, plan):
     close(grouped_gate_up(given(form, x), gates, routing, plan), expected)
     found, parts = grouped_down(given(form, expected), downs, routing, plan), reference.grouped_down
     close(found.product(), parts(given(form, expected), downs, routing).product())
+
+
+@pytest.mark.parametrize(("capability", "large"), [((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)])
+def test_large_tiles_are_a_hopper_gpus(monkeypatch, capability, large):
+    """Others lack TMA, or the shared memory."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    x = SimpleNamespace(device=torch.device("cuda"), itemsize=2)
+    assert _large(GroupedPlan(128, 256, 64), x, 0) == large
+    assert not _large(GroupedPlan(64, 128, 64), x, 0) and not _large(GroupedPlan(128, 256, 64), x, 64)
 
 
 def test_no_token(half, device, generator):

@@ -68,7 +68,8 @@ class Engine:
         self._eos_token_ids = frozenset(token for token in eos_token_ids if token < runner.vocab_size)
         self.constraints = Constraints(tokenizer, runner.vocab_size, self._eos_token_ids)
         self._lane = MaskLane(max(1, config.max_sequences // _LANE_PART))
-        self._earlier, self._priors = EarlierAnswers(tokenizer.numbers), dict[type, float]()
+        self._earlier = EarlierAnswers(tokenizer.numbers if config.drafts else frozenset())
+        self._priors = dict[type, float]()
         self._cache_secret = secrets.token_bytes(16)
         self._under_way: deque[tuple[ScheduledBatch, SampledRows]] = deque()  # launched, not yet applied
         self._applying_ns = 0  # what it took to take the tokens of the step applied last

@@ -150,13 +150,15 @@ def _multiply(
         dtype=dtype if gate or tokens > MAX_ROWS or fixed() else torch.float32,
         device=values.device,
     )
-    if not gate and tokens and _large(plan, values, chunk):
-        grouped_rows(values, x_scales, stored, scales, routing, out, plan.launch | {"num_stages": _LARGE_STAGES})
-        return out
     touched = min(pairs, experts)  # each has one tile, and one more for every ``plan.rows`` further pairs
+    tiles = touched + (pairs - touched) // plan.rows
+    if not gate and tokens and _large(plan, values, chunk):
+        launch = plan.launch | {"num_stages": _LARGE_STAGES}
+        grouped_rows(values, x_scales, stored, scales, routing, tiles, out, launch)
+        return out
     weighted = None if gate else routing.weights, out, None if gate else tokens
     if tokens:
-        _grouped[triton.cdiv(n, columns), touched + (pairs - touched) // plan.rows](
+        _grouped[triton.cdiv(n, columns), tiles](
             *(values, x_scales, stored, scales, routing.pairs, routing.bounds, *weighted, n, k, rows),
             *(picked, experts, chunk, group, values.is_cuda, gate),
             **plan.launch,
@@ -166,9 +168,10 @@ def _multiply(
 
 
 def _large(plan: GroupedPlan, x: torch.Tensor, chunk: int) -> bool:
-    """Whether a product of x, a row a pair, is :mod:`tessera.kernels.grouped_rows`'s."""
-    has_tma = x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return plan.rows >= 128 and x.itemsize <= 2 and not chunk and has_tma
+    """Whether a product of x, a row a pair, is :mod:`tessera.kernels.grouped_rows`'s, which wants TMA and the shared
+    memory of a Hopper GPU: later ones may have less."""
+    hopper = x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] == 9
+    return plan.rows >= 128 and x.itemsize <= 2 and not chunk and hopper
 
 
 @triton.jit

@@ -24,19 +24,19 @@ def grouped_rows(
     weight: torch.Tensor,
     scales: torch.Tensor | None,
     routing: Routing,
+    most: int,
     out: torch.Tensor,
     launch: dict[str, int],
 ) -> None:
     """x [pairs, k] in the order of ``routing``, weight [experts * n, k], both of 16 bits, or both in e4m3 with their
     rows' scales -> x W^T of each pair's expert times the pair's weight into out [picked, tokens, n].
 
-    ``launch``: BLOCK_M pairs by BLOCK_N outputs, BLOCK_K inputs at a time, and triton's options. Rows of x and weight
-    are whole 16 bytes. The bits are those of :func:`tessera.kernels.experts.grouped_down`'s other tiles.
+    ``most``: tiles that there can be. ``launch``: BLOCK_M pairs by BLOCK_N outputs, BLOCK_K inputs at a time, and
+    triton's options. Rows of x and weight are whole 16 bytes. The bits are those of
+    :func:`tessera.kernels.experts.grouped_down`'s other tiles.
     """
-    pairs, experts = len(routing.pairs), len(routing.bounds) - 1
-    (_, k), (picked, tokens, n), rows = x.shape, out.shape, launch["BLOCK_M"]
-    touched = min(pairs, experts)
-    most = touched + (pairs - touched) // rows
+    experts, rows = len(routing.bounds) - 1, launch["BLOCK_M"]
+    k, (picked, tokens, n) = x.shape[1], out.shape
     tiles = torch.empty(2 * most + 1, dtype=torch.int32, device=x.device)
     early = early_launch(x.device)
     _number_tiles[(experts,)](
