@@ -1,6 +1,7 @@
 """Which token is chosen."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from engine_fakes import make_request
 from penalties_reference import penalized
 
 from tessera.engine.execution.penalties import Histories, echoes, history
-from tessera.engine.execution.sampler import SamplingRow, sample, uniform
+from tessera.engine.execution.sampler import SamplingRow, allowed_tokens, greedy, sample, uniform
 from tessera.engine.sequence import MOST_MARGIN, SamplingParameters, Sequence
 from tessera.kernels.fixed_rows import FixedRows
 from tessera.kernels.transfer import Moment
@@ -141,3 +142,37 @@ def test_echoes_count_equal_tokens_backwards(length):
         before = last[distance:]
         assert before[:found].tolist() == last[:found].tolist()
         assert found == len(before) or before[found] != last[found]
+
+
+class Asking:
+    """A sequence, as far as a step asks it which tokens it may choose."""
+
+    def __init__(self, masks, **parameters):
+        self.draft, self.masks = [0] * (len(masks) - 1), masks
+        self.request = SimpleNamespace(sampling=SamplingParameters.parse(parameters))
+        self.likeliest, self.greedy = self.request.sampling.likeliest, self.request.sampling.greedy
+
+    def mask(self, drafted):
+        return self.masks[drafted]
+
+
+def test_what_is_likeliest_of_masked_rows_is_what_sampling_chooses():
+    """Forced tokens, masks and rows without any, of drafts too; and rows that are not finite."""
+    random, schema = np.random.default_rng(0), {"json_schema": {"type": "object"}}
+    masks = [random.integers(0, 256, 13, dtype=np.uint8) for _ in range(4)]
+    asking = [Asking([7, 3, masks[0]], **schema), Asking([None]), Asking([masks[1]], **schema), Asking([9], **schema)]
+    asking += [Asking([masks[2], masks[3]], **schema)]
+    logits = torch.from_numpy(random.normal(size=(8, 100))).bfloat16()
+    logits[1, 5], logits[4, 2], logits[7, 99] = float("nan"), float("inf"), -float("inf")
+    allowed = allowed_tokens(asking, logits.device)
+    assert allowed is not None and allowed.bits.shape == (4, 13)
+    parameters = SamplingParameters.parse({})
+    every = [SamplingRow(parameters, 0, 0, mask=each.mask(n)) for each in asking for n in range(len(each.masks))]
+    assert greedy(logits, allowed).tolist() == [token for token, _ in tokens(logits.clone(), every)]
+
+
+@pytest.mark.parametrize("more", [{"temperature": 1.0}, {"logprobs": True}, {"logit_bias": {"3": 1.0}}])
+def test_rows_that_ask_for_more_than_the_likeliest_are_sampled(more):
+    asking = [Asking([5], json_schema={"type": "object"}), Asking([6], json_schema={"type": "object"}, **more)]
+    assert allowed_tokens(asking[:1], LOGITS.device) is not None
+    assert allowed_tokens(asking, LOGITS.device) is None

@@ -1,5 +1,5 @@
-"""Compiles the kernels w4a16, gate_up_silu, row_linear, early_linear, of decoding and of experts for a Hopper GPU, on
-any machine.
+"""Compiles the kernels w4a16, gate_up_silu, row_linear, early_linear, likeliest, of decoding and of experts for Hopper,
+on any machine.
 
 A script, as an interpreted process cannot compile.
 """
@@ -15,6 +15,7 @@ from tessera.kernels.early_linear import _early_product
 from tessera.kernels.experts import _LARGE_STAGES, GroupedPlan, _arrange, _grouped, _route, plan_grouped
 from tessera.kernels.gate_up_silu import GateUpPlan, _gate_up_silu
 from tessera.kernels.grouped_rows import _grouped_rows, _number_tiles
+from tessera.kernels.likeliest import _of_parts, _of_rows
 from tessera.kernels.operands import EARLY_WARPS, plan_early
 from tessera.kernels.paged_decode import SETTLED_PLAN, _decode_kernel
 from tessera.kernels.row_linear import RowPlan, _row_product, plan_rows
@@ -180,6 +181,19 @@ def grouped_rows(plan: GroupedPlan, form: str, scaled: bool) -> None:
     compile_for_hopper(ASTSource, _grouped_rows, signature, constants, "wgmma.mma_async", **options)
 
 
+def likeliest(masked: bool) -> None:
+    """Of rows that may choose some tokens only, or any."""
+    lines, bits = ({"lines": "*i64"}, {"bits": "*u8"}) if masked else ({}, {})
+    out = {"tops": "*fp32", "places": "*i64"}
+    numbers = dict.fromkeys(("row_stride", "width", "vocabulary"), "i32")
+    none = {} if masked else {"lines": None}
+    parts = {"logits": "*bf16", **lines, **bits, **out, **numbers}
+    constants = {"BLOCK": 4096, "EARLY": True, **none, **({} if masked else {"bits": None})}
+    compile_for_hopper(ASTSource, _of_parts, parts, constants, "st.global", num_warps=4)
+    rows = {**out, **lines, "chosen": "*i64", "parts": "i32"}
+    compile_for_hopper(ASTSource, _of_rows, rows, {"BLOCK": 64, "EARLY": True, **none}, "st.global", num_warps=4)
+
+
 def routing() -> None:
     pointers = {"logits": "*bf16", "ids": "*i32", "weights": "*bf16", "experts": "i32"}
     constants = {"PICKED": 8, "PLACES": 8, "BLOCK": 128, "NORMALIZE": True, "EARLY": True}
@@ -194,6 +208,8 @@ def routing() -> None:
 
 if __name__ == "__main__":
     routing()
+    for masked in (False, True):
+        likeliest(masked)
     for pairs, form in ((80, "bf16"), (80, "i16"), (8192, "i16"), (65536, "i16"), (65536, "fp8e4nv"), (65536, "bf16")):
         experts(pairs, form)
     for place, n, k in (("qkv", 2560, 1024), ("output", 1024, 2048), ("gate_up", 6144, 1024), ("down", 1024, 3072)):

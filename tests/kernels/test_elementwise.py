@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tessera.kernels import reference
 
@@ -15,7 +16,7 @@ from tessera.kernels.activation import silu_and_multiply
 from tessera.kernels.fp8_rows import E4M3, Fp8Rows, Fp8Sums, empty_rows, quantize_rows
 from tessera.kernels.likeliest import likeliest
 from tessera.kernels.norm import add_rms_norm
-from tessera.kernels.operands import HeadNorms, PagedCache, Partials
+from tessera.kernels.operands import Allowed, HeadNorms, PagedCache, Partials
 from tessera.kernels.rotary import rotate_and_store
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -215,6 +216,24 @@ def test_likeliest(dtype, device, generator, vocabulary):
     assert likeliest(logits).tolist() == reference.likeliest(logits).tolist()
     assert likeliest(logits)[[1, 2, 4, 5, 6]].tolist() == [0, vocabulary // 2, -1, -1, -1]
     assert likeliest(logits[:0]).tolist() == []
+
+
+@pytest.mark.parametrize("vocabulary", [1, 13, 4099, 9001])
+def test_likeliest_of_what_is_allowed(dtype, device, generator, vocabulary):
+    """Rows with a mask, with one token only, and with any; what is not finite counts where it is not allowed too."""
+    logits = torch.randn((8, vocabulary), generator=generator, device=device).to(dtype)
+    ways = torch.rand((3, vocabulary), generator=generator, device=device) < 0.3
+    ways[0], ways[1, -1] = torch.arange(vocabulary, device=device) == vocabulary // 2, True
+    logits[5:, vocabulary // 2] = float("nan")
+    padded = F.pad(ways, (0, -vocabulary % 8)).view(3, -1, 8).to(torch.uint8)
+    bits = (padded << torch.arange(8, dtype=torch.uint8, device=device)).sum(2, dtype=torch.uint8)
+    only = torch.tensor([-1, -1, -1, vocabulary - 1, -1, vocabulary - 1, -1, -1], device=device)
+    lines = torch.tensor([0, 1, 2, -1, -1, -1, 1, -1], device=device)
+    allowed = Allowed(torch.stack([lines, only]), bits)
+    chosen = likeliest(logits, allowed)
+    assert chosen.tolist() == reference.likeliest(logits, allowed).tolist()
+    masked = [logits[row].masked_fill(~ways[line], float("-inf")).argmax().item() for row, line in enumerate([0, 1, 2])]
+    assert chosen.tolist() == [*masked, vocabulary - 1, logits[4].argmax().item(), -1, -1, -1]
 
 
 ONES = torch.ones

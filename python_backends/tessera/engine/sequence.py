@@ -71,7 +71,7 @@ class Sequence:
         *("embeddings", "ids", "position_axes", "position_offset", "identities", "cache_ids", "cache_limit"),
         *("cache_salt", "outputs", "drafting", "draft", "in_flight", "computed", "block_table", "block_keys"),
         *("committed", "offered", "cached_tokens", "follows", "finish_reason", "error", "finite", "scheduled_ns"),
-        *("first_token_ns", "_greedy_from"),
+        *("first_token_ns", "_greedy_from", "likeliest"),
     )
     rewinds = False  # whether the tokens after the prompt may change again
 
@@ -106,7 +106,9 @@ class Sequence:
         self.image_positions = np.concatenate(
             [np.arange(start, start + length) for start, length in spans] or [np.zeros(0, np.int64)]
         )
-        plain = request.sampling.greedy and not request.margin
+        #: whether of the tokens that may come, see :meth:`mask`, the likeliest is asked for, maybe under penalties
+        self.likeliest = request.sampling.likeliest and not request.margin
+        plain = self.likeliest and not request.sampling.constraint
         self._greedy_from = 0 if plain else math.inf  # a place in the answer
         if self.stop_ids:  # until then they are forbidden
             self._greedy_from = max(self._greedy_from, request.sampling.min_tokens)

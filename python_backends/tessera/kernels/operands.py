@@ -121,6 +121,13 @@ class Routing(NamedTuple):
     weights: torch.Tensor  # [tokens, picked], of the model's dtype
 
 
+class Allowed(NamedTuple):
+    """Which tokens each of a step's rows may choose."""
+
+    rows: torch.Tensor  # int64 [2, m]: its line of ``bits``, or -1 for any token; the only token, or -1
+    bits: torch.Tensor  # uint8 [lines, ceil(vocabulary / 8)], the lowest bit first
+
+
 class PenaltyLines(NamedTuple):
     """What sequences have said, a line each, and what they ask for.
 

@@ -11,6 +11,7 @@ from torch import nn
 from tessera.kernels.fp8_rows import Fp8Rows, fp8_linear, quantize_rows, rescale
 from tessera.kernels.operands import (
     MAX_ROWS,
+    Allowed,
     DeferredProduct,
     HeadNorms,
     Operand,
@@ -42,11 +43,20 @@ def add_rms_norm(
     return quantize_rows(scaled) if fp8 else scaled, residual
 
 
-def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """logits of any float dtype [m, vocabulary] -> int64 [m], of several equal ones the first; -1 for a row with any
-    NaN or infinity."""
+def likeliest(logits: torch.Tensor, allowed: Allowed | None = None) -> torch.Tensor:
+    """logits of any float dtype [m, vocabulary] -> int64 [m], of those ``allowed``, of several equal ones the first; -1
+    for a row with any NaN or infinity."""
     lowest, highest = logits.aminmax(dim=-1)
-    return torch.where(highest - lowest < float("inf"), logits.argmax(dim=-1), -1)
+    if allowed is None:
+        tokens = logits.argmax(dim=-1)
+    else:
+        (lines, only), bits = allowed
+        where = (lines >= 0).nonzero()[:, 0]
+        eight = torch.arange(8, dtype=torch.uint8, device=bits.device)
+        each = (bits[lines[where]][:, :, None] >> eight & 1).flatten(1)[:, : logits.shape[1]]
+        logits = logits.index_copy(0, where, logits[where].masked_fill(each == 0, float("-inf")))
+        tokens = torch.where(only < 0, logits.argmax(dim=-1), only)
+    return torch.where(highest - lowest < float("inf"), tokens, -1)
 
 
 def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: torch.Tensor) -> torch.Tensor:

@@ -266,8 +266,13 @@ class SamplingParameters:
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token but for penalties is all that is asked for, once there are ``min_tokens``."""
+        return self.likeliest and not self.constraint
+
+    @property
+    def likeliest(self) -> bool:
+        """The same of the tokens that a constraint allows."""
         wants = self.temperature > 0 or self.logprobs is not None or self.choices is not None
-        return not (wants or self.logit_bias or self.constraint)
+        return not (wants or self.logit_bias)
 
     @property
     def named_tokens(self) -> dict[str, list[int]]:

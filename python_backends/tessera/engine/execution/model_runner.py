@@ -16,7 +16,7 @@ from tessera.checkpoint.weights import SafetensorsFolder, SafetensorsHeaders, fi
 from tessera.engine.execution.batch_inputs import PackedBatch, fill_in, pack, pictures_of
 from tessera.engine.execution.memory_budget import count_blocks, prompts_of
 from tessera.engine.execution.penalties import Histories, Penalties
-from tessera.engine.execution.sampler import SampledRows, SamplingRow, greedy, sample
+from tessera.engine.execution.sampler import SampledRows, SamplingRow, allowed_tokens, greedy, sample
 from tessera.engine.execution.step_graphs import DecodeGraphs, PromptGraphs, graph_sizes, prompt_sizes
 from tessera.engine.scheduling.scheduler import ScheduledBatch
 from tessera.kernels.fixed_rows import FixedRows
@@ -177,6 +177,8 @@ class ModelRunner:
         logits = self._model.logits(hidden)
         if likeliest:
             sampled = SampledRows(greedy(logits if penalties is None else penalties.applied(logits)), started)
+        elif penalties is None and (allowed := allowed_tokens(batch.sampling, logits.device)) is not None:
+            sampled = SampledRows(greedy(logits, allowed), started)
         else:
             rows = [SamplingRow.of(each, drafted) for each in batch.sampling for drafted in range(1 + len(each.draft))]
             sampled = sample(logits, rows, started, penalties)

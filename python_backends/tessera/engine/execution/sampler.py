@@ -20,6 +20,7 @@ import torch
 from tessera.engine.execution.penalties import Penalties
 from tessera.engine.sequence import MOST_MARGIN, NOT_FINITE, Report, SampledToken, SamplingParameters, Sequence
 from tessera.kernels.fixed_rows import fixed
+from tessera.kernels.operands import Allowed
 from tessera.kernels.transfer import Moment, to_device, to_host
 from tessera.kernels.tuning import layer_kernels
 
@@ -89,10 +90,27 @@ class SampledRows:
         return self._arrived.since(self._started)
 
 
-def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """logits of any float dtype [m, vocabulary] -> the likeliest tokens, int64 [m]; NOT_FINITE for a row with any NaN
-    or infinity."""
-    return layer_kernels(logits.device.type).likeliest(logits)
+def greedy(logits: torch.Tensor, allowed: Allowed | None = None) -> torch.Tensor:
+    """logits of any float dtype [m, vocabulary] -> the likeliest tokens of those ``allowed``, int64 [m]; NOT_FINITE for
+    a row with any NaN or infinity."""
+    return layer_kernels(logits.device.type).likeliest(logits, allowed)
+
+
+def allowed_tokens(sequences: SequenceType[Sequence], device: torch.device) -> Allowed | None:
+    """What a step's rows may choose, where all of them ask for the likeliest of it and nothing else; None otherwise."""
+    lines, only, masks = list[int](), list[int](), list[np.ndarray]()
+    for sequence in sequences:
+        constrained = sequence.request.sampling.constraint is not None
+        if not (sequence.likeliest if constrained else sequence.greedy):
+            return None
+        for drafted in range(1 + len(sequence.draft)):
+            mask = sequence.mask(drafted)
+            only.append(mask if isinstance(mask, int) else -1)
+            lines.append(len(masks) if isinstance(mask, np.ndarray) else -1)
+            if isinstance(mask, np.ndarray):
+                masks.append(mask)
+    bits = np.stack(masks) if masks else np.zeros((1, 1), np.uint8)
+    return Allowed(to_device(np.array([lines, only], np.int64), device), to_device(bits, device))
 
 
 def sample(

@@ -18,8 +18,10 @@ def draft_lengths(load: Load, proposals: Sequence[Proposal], decoding: int, toke
 
     ``decoding``: tokens that the step gives without them; ``tokens``: that it runs without them.
     """
-    owner = np.repeat(np.arange(len(proposals)), [len(each.tokens) for each in proposals])
-    right = np.concatenate([each.share ** np.arange(1, len(each.tokens) + 1) for each in proposals])
+    lengths = np.array([len(each.tokens) for each in proposals])
+    owner = np.arange(len(proposals)).repeat(lengths)
+    place = np.arange(1, len(owner) + 1) - (lengths.cumsum() - lengths)[owner]
+    right = np.array([each.share for each in proposals])[owner] ** place
     likeliest = np.argsort(-right, kind="stable")[:most]  # of one draft in its order
     gained = right[likeliest].cumsum()
     best = _rate(load, decoding, tokens)
