@@ -97,6 +97,7 @@ class Matcher:
         self._mask: np.ndarray | None
         self._mask, self.error = self._compute(matcher, matcher.compute_bitmask)
         self.forced: list[int] = []
+        self._unread: list[int] = []  # of these, what llguidance has yet to take
         self._ahead = 0
         self._drafted: list[np.ndarray] = []  # masks behind each token of a draft that is not forced
 
@@ -219,9 +220,10 @@ class Matcher:
         finally:
             self._grammar.elsewhere -= 1
 
-    def _consume(self, tokens: SequenceType[int]) -> None:
-        if tokens:
-            self._matcher.consume_tokens(list(tokens))
+    def _consume(self, tokens: SequenceType[int] = ()) -> None:
+        unread, self._unread = [*self._unread, *tokens], []
+        if unread:
+            self._matcher.consume_tokens(unread)
             self._mask = None
 
     def _look_ahead(self) -> None:
@@ -231,10 +233,12 @@ class Matcher:
             if not self._stops.isdisjoint(forced):
                 forced = list(takewhile(lambda token: token not in self._stops, forced))
             self.forced = forced
-            self._consume(forced)
+            if forced:  # taken with the mask behind them
+                self._unread, self._mask = forced, None
 
     def _make(self, compute: Callable[[], _Bits]) -> None:
         try:
+            self._consume()
             self._mask, self.error = self._compute(self._matcher, compute)
         except Exception:
             self._mask = self._ends
