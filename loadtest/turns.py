@@ -112,9 +112,13 @@ class Comparison:
     """What they told, the one below first."""
 
     @property
+    def by_turn(self) -> list[float]:
+        """Each turn's ratio."""
+        return [self.worth(above) / self.worth(below) for below, above in self.turns]
+
+    @property
     def ratio(self) -> Ratio:
-        below, above = ([self.worth(told) for told in side] for side in zip(*self.turns))
-        return ratio(above, below)
+        return ratio(self.by_turn, [1.0] * len(self.turns))
 
 
 def compare(compared: Mapping[str, Comparison], seconds: float, goal: float = GOAL) -> None:

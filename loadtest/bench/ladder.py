@@ -87,7 +87,7 @@ ENDS = "ends"
 BATCHES = (1, 2, 4, 8, 16, 32)
 ANSWER_TOKENS = 16  # more than yes or no has
 RECALL_IN_FLIGHT = 16
-LEAST_ANSWERS = 24
+LEAST_ANSWERS = 8
 """Of a turn, where five rounds of what is in flight are fewer."""
 WARM_UP = 16
 """Requests, or three rounds of them, before a server's first turn of a job: with what is compiled or allocated late,
@@ -247,6 +247,7 @@ def line(pair: Pair, flight: str, compared: turns.Comparison) -> dict[str, Any]:
         "ratio": compared.ratio.value,
         "ci95": compared.ratio.ci95,
         "turns": len(compared.turns),
+        "by_turn": compared.by_turn,
         "req_s": [fmean(turn.req_s for turn in side) for side in sides],
         "p50_ms": [1e3 * median(turn.p50 for turn in side) for side in sides],
         "prompt_tokens": tokens,

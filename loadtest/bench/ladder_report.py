@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import report
 from figures import ROOT
-from turns import Ratio, chained
+from turns import Ratio, chained, ratio
 
 from bench.ladder_rungs import FLIGHTS, GPU_ONLY, KINDS, NAMES, RUNGS, TRANSFORMERS, Pair, jobs, pairs, steps
 
@@ -31,20 +33,20 @@ Cell = tuple[Pair, str]
 
 @dataclass(frozen=True)
 class Ladder:
-    """The newest lines: ``cells`` of speed, and ``recalls`` by rung and job."""
+    """The newest lines: ``cells`` of speed, see :func:`together`, and ``recalls`` by rung and job."""
 
     cells: Mapping[Cell, Line]
     recalls: Mapping[tuple[str, str], Line]
 
     @classmethod
     def read(cls, file: Path) -> Ladder:
-        cells, recalls = {}, {}
+        speeds, recalls = defaultdict[Cell, list[Line]](list), {}
         for line in lines(file):
             if "recall" in line:
                 recalls[line["rung"], line["job"]] = line
             else:
-                cells[Pair(line["rung"], line["below"], line["job"]), line["flight"]] = line
-        return cls(cells, recalls)
+                speeds[Pair(line["rung"], line["below"], line["job"]), line["flight"]].append(line)
+        return cls({cell: together(all_of) for cell, all_of in speeds.items()}, recalls)
 
     def ratio(self, cell: Cell) -> Ratio | None:
         line = self.cells.get(cell)
@@ -101,12 +103,38 @@ def lines(file: Path) -> list[Line]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def together(lines: Sequence[Line]) -> Line:
+    """A pair's newest line, by the turns of all that were taken on its machine at its commit: one card may take half of
+    them, and another the other half."""
+    alike = _alike(lines)
+    if len(alike) == 1:
+        return lines[-1]
+    by_turn = [turn for line in alike for turn in line["by_turn"]]
+    found, weights = ratio(by_turn, [1.0] * len(by_turn)), [line["turns"] for line in alike]
+    means = {
+        name: [fmean(side, weights) for side in zip(*(line[name] for line in alike))]
+        for name in ("req_s", "p50_ms", "watts")
+        if all(name in line for line in alike)
+    }
+    return {**lines[-1], **means, "ratio": found.value, "ci95": found.ci95, "turns": len(by_turn)}
+
+
+def _alike(lines: Sequence[Line]) -> list[Line]:
+    """The newest line of a place and those that count with it, which is last."""
+    newest = lines[-1]
+    if "by_turn" not in newest:
+        return [newest]
+    same = ("machine", "commit", "in_flight")
+    return [line for line in lines if "by_turn" in line and all(line[name] == newest[name] for name in same)]
+
+
 def prune(file: Path) -> None:
-    """Leaves the newest line of each place."""
-    newest = {}
+    """Leaves the newest line of each place, and those that count with it."""
+    places = defaultdict[tuple[object, ...], list[Line]](list)
     for line in lines(file):
-        newest["recall" in line, line["rung"], line.get("below"), line["job"], line.get("flight")] = line
-    file.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in newest.values()))
+        places["recall" in line, line["rung"], line.get("below"), line["job"], line.get("flight")].append(line)
+    kept = [line for each in places.values() for line in _alike(each)]
+    file.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in kept))
 
 
 def drop_points(below: Line, above: Line) -> tuple[float, float]:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "build"))
 
 ANSWER_TOKENS = 16  # more than yes or no has
-ROUNDS = 10  # of one picture, in a turn
+ROUNDS = 4  # of one picture, in a turn
 
 
 class Turn(NamedTuple):
@@ -81,7 +81,7 @@ class Loop:
 
 
 def turn(loop: Loop, batch: int, seed: int, gpus: Sequence[str]) -> Turn:
-    """W2's job in batches of this size: a whole one, or ten of one picture."""
+    """W2's job in batches of this size: a whole one, or four of one picture."""
     tokens, spent, prompt_tokens = WORKLOADS["W2"].tokens, [], 0
     rounds = ROUNDS if batch == 1 else 1
     dealt = Pictures(WORKLOADS["W2"], seed, batch * rounds)

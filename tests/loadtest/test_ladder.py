@@ -15,7 +15,7 @@ from bench.ladder_rungs import FLIGHTS, NAMES, jobs
 from bench.ladder_transformers import Turn
 from serving import DEFAULT_CHECKPOINT
 from tiny_checkpoints import hf_native
-from turns import Comparison
+from turns import Comparison, ratio
 
 from tessera.launcher.settings import set_up
 from tessera.linear.formats.int4 import Int4
@@ -176,6 +176,23 @@ def test_pruning_leaves_the_newest(file: Path):
     ladder_report.prune(file)
     assert Ladder.read(file) == before
     assert len(file.read_text().splitlines()) == 46 + 3
+
+
+def test_turns_of_one_commit_and_machine_count_together(tmp_path: Path):
+    halves = [1.0, 1.1, 1.2, 1.3], [1.25, 1.05]
+    pair, file = ladder_rungs.pairs()[0], tmp_path / "lines.jsonl"
+    place = pair.rung, pair.below, pair.kind, "one"
+    lines = [measured(*place, 9.0, by_turn=[9.0, 9.1], commit="older")]
+    lines += [measured(*place, half[0], by_turn=half, turns=len(half), req_s=[half[0]] * 2) for half in halves]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for _ in range(2):
+        found = Ladder.read(file)
+        whole = ratio(halves[0] + halves[1], [1.0] * 6)
+        assert found.ratio((pair, "one")) == whole
+        cell = found.cells[pair, "one"]
+        assert (cell["turns"], cell["req_s"]) == (6, pytest.approx([(4 * 1.0 + 2 * 1.25) / 6] * 2))
+        ladder_report.prune(file)
+    assert len(file.read_text().splitlines()) == 2
 
 
 def test_a_server_that_does_not_work_as_its_rung_says_is_refused():
