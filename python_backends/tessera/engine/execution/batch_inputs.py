@@ -62,12 +62,14 @@ def pack(
 
     owner = np.arange(len(spans)).repeat(count)
     index = np.arange(len(owner)) + (start - row)[owner]
-    ids, source = np.zeros(len(owner), np.int64), np.full(len(owner), -1)
+    ids = np.concatenate(
+        [sequence.ids[span.start : span.end] for span, sequence in zip(spans, sequences)], dtype=np.int64
+    )
+    source = np.full(len(owner), -1)
     # The only token of some is still being sampled; a draft's tokens are known.
     unknown = context > prompt + said + (samples - 1).clip(0)
+    ids[row[unknown]] = 0
     source[row[unknown]] = [previous[sequences[place].request.number] for place in unknown.nonzero()[0].tolist()]
-    for place in (~unknown).nonzero()[0].tolist():
-        ids[row[place] : row[place] + count[place]] = sequences[place].ids[spans[place].start : spans[place].end]
     reading = [(spans[place], int(row[place])) for place in (start < prompt).nonzero()[0].tolist()]
     return PackedBatch(
         ids=ids,

@@ -153,15 +153,20 @@ class ModelRunner:
             numbers = [sequence.request.number for sequence in batch.sampling]
             before = self._before if numbers == [*self._previous] and not batch.drafted else None
             packed = self._pack(batch, before)
-            penalties = self._histories.select(batch.sampling, go_on=before is not None)
             likeliest = all(sequence.greedy for sequence in batch.sampling)
+            whole = likeliest and not any(each.request.sampling.penalized for each in batch.sampling)
             graphs = self._graphs if self._graphs is not None and self._graphs.fits(packed) else None
             self.graph_steps += graphs is not None
-            if graphs is not None and likeliest and penalties is None:
-                sampled = SampledRows(graphs.greedy(packed), started)
+            if graphs is None:
+                ran = self._hidden(packed, batch)
             else:
-                hidden = self._hidden(packed, batch) if graphs is None else graphs.hidden(packed)
-                sampled = self._sample(hidden, batch, likeliest, penalties, started)
+                ran = graphs.greedy(packed) if whole else graphs.hidden(packed)
+            # While the device runs the layers.
+            penalties = self._histories.select(batch.sampling, go_on=before is not None)
+            if graphs is not None and whole:
+                sampled = SampledRows(ran, started)
+            else:
+                sampled = self._sample(ran, batch, likeliest, penalties, started)
         places = (
             count() if not batch.drafted else accumulate((1 + len(each.draft) for each in batch.sampling), initial=0)
         )
