@@ -28,7 +28,7 @@ from tessera.models.internvl.onnx_graph import FINGERPRINT, PRECISION
 from tessera.models.internvl.vision import InternViT
 from tessera.models.registry import read_config
 from tessera.models.tower import load_tower, vision_fingerprint
-from tessera.vision.onnx_runner import OnnxRunner
+from tessera.vision.onnx_runner import session_of
 
 # The least cosine to torch in float32 that passes, by what the matrix products compute in. bfloat16 has 8 bits, fp8 4.
 BOUNDS = {"float32": 0.9999, "float16": 0.9999, "bfloat16": 0.999, "int8": 0.99, "fp8": 0.99}
@@ -96,7 +96,7 @@ def graph_states(model: onnx.ModelProto, names: list[str], tiles: np.ndarray) ->
     present = {output.name for output in model.graph.output}
     more = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names if name not in present]
     model.graph.output.extend(more)
-    session = OnnxRunner(model.SerializeToString(), threads=0).session
+    session = session_of(model.SerializeToString(), threads=0)
     return dict(zip(names, session.run(names, {TILES: tiles}), strict=True))
 
 

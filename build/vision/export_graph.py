@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "default_model"))
 
 from tessera.errors import ConfigError, TesseraError
 from tessera.models.internvl.onnx_graph import GraphWriter, vision_graph
-from tessera.models.internvl.vision import Attention, InternViT
+from tessera.models.internvl.vision import InternViT
 from tessera.models.registry import read_config
 from tessera.models.tower import load_tower, vision_fingerprint
 from tessera.preprocess.preprocessor import Preprocessor, PreprocessRequest
@@ -101,7 +101,6 @@ class TypedWriter(GraphWriter):
 
     tiles, rows, rows_type = "TILES", "EMBEDDINGS", TensorProto.BFLOAT16
     domains = ()
-    fuses_bias = False
 
     def __init__(self, tower: InternViT, narrow: int, quantize: str = "", amax: Mapping[str, float] | None = None):
         super().__init__(tower)
@@ -112,16 +111,6 @@ class TypedWriter(GraphWriter):
             self.quantized_type, self.largest = KINDS[quantize]
             self.amax = {layer: (amax or {})[name] for name, layer in quantized_layers(tower).items()}
             self.opset = _OPSET_FP8 if quantize == "fp8" else self.opset
-
-    def attend(self, parts: list[str], attention: Attention) -> str:
-        size = self.width // attention.heads
-        query, key, value = (
-            self.add("Transpose", self.reshape(y, -1, self.tokens, attention.heads, size), perm=perm)
-            for y, perm in zip(parts, ((0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3)), strict=True)
-        )
-        query = self.times(query, size**-0.5)
-        rows = self.product(self.add("Softmax", self.product(query, key), axis=-1), value)
-        return self.reshape(self.add("Transpose", rows, perm=(0, 2, 1, 3)), -1, self.tokens, self.width)
 
     def gelu(self, x: str) -> str:
         return self.gelu_of(x, self.add("Erf", self.times(x, 2**-0.5)))
@@ -145,7 +134,6 @@ class TypedWriter(GraphWriter):
         return self.wide(self.add("MatMul", self.narrow(x), self.narrow_constant(weight.t())))
 
     def product(self, a: str, b: str) -> str:
-        """a times b, both computed: float32 in, float32 out."""
         return self.wide(self.add("MatMul", self.narrow(a), self.narrow(b)))
 
     def quantized_input(self, x: str, amax: float) -> str:

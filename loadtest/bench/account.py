@@ -163,6 +163,7 @@ def forward_cost(config: CheckpointConfig, prepared: Prepared, settings: VisionS
     """Of one picture, in forwards of as many as the vision stage takes."""
     runner, device = make_runner(config, settings), torch.device(settings.device)
     most, cost = settings.infer_batch_size * runner.tower.batch_unit, sum(plan.cost for plan in prepared.plans)
+    most *= runner.at_once
     pixels = torch.from_numpy(prepared.pixels.reshape(-1, *family_for(config).unit_shape)).to(device)
     if runner.tower.splits:  # forwards are full, of the tiles of whichever pictures
         pixels, wires, count = pixels.repeat(-(-most // cost), 1, 1, 1)[:most], [], most / cost

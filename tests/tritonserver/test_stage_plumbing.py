@@ -276,7 +276,7 @@ def test_a_process_ends_once_its_gpu_is_lost_and_says_why(monkeypatch, capfd):
 
 HEAPS = """
 import ctypes, sys, threading
-from tessera.tritonserver import heaps
+from tessera import heaps
 if sys.argv[1] == "limited":
     heaps.one_per_core()
 libc = ctypes.CDLL(None)
@@ -307,7 +307,7 @@ def test_a_process_of_many_threads_keeps_few_heaps():
 FAULTS = """
 import resource, sys
 import numpy as np
-from tessera.tritonserver import heaps
+from tessera import heaps
 if sys.argv[1] == "kept":
     heaps.keep_freed()
 for _ in range(10):

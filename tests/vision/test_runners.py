@@ -58,6 +58,18 @@ def test_the_graph_computes_what_torch_does(tmp_path, shape):
     assert {node.domain for node in typed.graph.node} == {""}
 
 
+def test_threads_take_tiles_of_their_own(checkpoint, monkeypatch):
+    model, pixels = vision_graph(load_tower(read_config(checkpoint))).SerializeToString(), tiles(5)
+    expected, runner = OnnxRunner(model).run(pixels), OnnxRunner(model, threads=2)
+    for count, unused in ((1, "_single"), (5, "_shared")):
+        with monkeypatch.context() as patched:
+            patched.setattr(runner, unused, None)
+            torch.testing.assert_close(runner.run(pixels[:count]), expected[: count * len(expected) // 5])
+    monkeypatch.setattr(onnx_runner, "_HELD_TWICE", 0)
+    large = OnnxRunner(model, threads=2)
+    assert large._single is large._shared and (large.at_once, runner.at_once) == (1, 4)
+
+
 def test_export_check_and_use(checkpoint, tmp_path, capsys):
     out = tmp_path / "new" / "model.onnx"
     assert export_graph.main(["--checkpoint", str(checkpoint), "--out", str(out)]) == 0

@@ -121,12 +121,12 @@ class VisionSettings:
 
     ``runner``: onnx on the CPU, graph (CUDA graphs) on a GPU, torch as the readable twin of both and for towers that
     these do not take. ``infer_batch_size``: what the pictures of one forward may cost (InternVL: tiles; Qwen2-VL:
-    pictures of 616 x 616 pixels, however these are spread). ``threads`` of a forward; 0 is one on a GPU, and on the
-    CPU, where forwards are most of the work, one for each core, up to eight. ``quantization``: fp8 has the tower's
-    linear layers quantized when they are loaded (vision/fp8_tower.py), and is refused where that changes the rows too
-    much; checkpoint runs them in FP8 if they are stored so. On the CPU a tower in FP8 gives the rows that a GPU would,
-    through the torch runner: no onnx graph holds it, and it is slower. int8 is the onnx runner's
-    (models/internvl/onnx_graph.py), and refused alike.
+    pictures of 616 x 616 pixels, however these are spread); a small tower in onnx takes twice that a thread.
+    ``threads`` of a forward; 0 is one on a GPU, and on the CPU, where forwards are most of the work, one for each core,
+    up to eight. ``quantization``: fp8 has the tower's linear layers quantized when they are loaded
+    (vision/fp8_tower.py), and is refused where that changes the rows too much; checkpoint runs them in FP8 if they are
+    stored so. On the CPU a tower in FP8 gives the rows that a GPU would, through the torch runner: no onnx graph holds
+    it, and it is slower. int8 is the onnx runner's (models/internvl/onnx_graph.py), and refused alike.
     ``cache_bytes``: for the rows of pictures seen before. ``memory_bytes``: all that the stage holds (vision/memory.py:
     what that is); 0 bounds nothing. ``vision_url``: another server's address, whose vision stage is asked in place of
     an own one (docs/remote_vision.md). ``tile_policy``: preprocess's, which says how large a picture may be that the

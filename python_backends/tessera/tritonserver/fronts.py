@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from tessera.tritonserver import ensemble, heaps, tensors
+from tessera import heaps
+from tessera.tritonserver import ensemble, tensors
 from tessera.tritonserver.failures import KEY as TIMEOUT_KEY
 from tessera.tritonserver.failures import error_response
 from tessera.tritonserver.responder import Channel, Outbox, Responder, Watcher

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tessera import heaps
 from tessera.errors import ConfigError, InvalidRequest
 from tessera.models.family import ImagePlan, ModelFamily, View
 from tessera.models.registry import read_config
@@ -16,7 +17,7 @@ from tessera.preprocess.preprocessor import Planned, Prepared, Preprocessor, Pre
 from tessera.prompt.grammar import grammar
 from tessera.prompt.sampling import POLICY_KEYS, SamplingParameters
 from tessera.settings.stages import PreprocessSettings
-from tessera.tritonserver import heaps, leases, tensors
+from tessera.tritonserver import leases, tensors
 from tessera.tritonserver.failures import deadline_ns, error_response, failure
 from tessera.tritonserver.settings import StageSettings
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from tessera import heaps
 from tessera.errors import InvalidRequest, end_process_if_lost
 from tessera.models.registry import read_config, spec_of
 from tessera.settings.stages import VisionSettings
-from tessera.tritonserver import backend, engine_busy, heaps, leases, tensors
+from tessera.tritonserver import backend, engine_busy, leases, tensors
 from tessera.tritonserver.failures import deadline_exceeded, error_response, is_over, log_exception
 from tessera.tritonserver.gpu_pool import answer_warm_up
 from tessera.tritonserver.metrics import Counter, Gauge, Renewed, show_weights, write_to_server_log

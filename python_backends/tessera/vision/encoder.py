@@ -108,7 +108,7 @@ class VisionEncoder:
         config = folder if isinstance(folder, CheckpointConfig) else read_config(folder)
         runner, kept = load_runner(config, settings)
         tower, family, device = runner.tower, family_for(config), settings.device
-        batch = settings.infer_batch_size * tower.batch_unit
+        batch = settings.infer_batch_size * tower.batch_unit * runner.at_once
         try:
             largest_picture = family.largest_picture(family.policy({"tile_policy": settings.tile_policy}))
         except InvalidRequest as error:

@@ -21,6 +21,8 @@ class Runner(Protocol):
     #: a forward that costs at most this may run beside one that costs more, on another stream, but not beside another
     #: such; 0: none may
     beside: int
+    #: how many times the setting ``infer_batch_size`` it takes at once
+    at_once: int
 
     def run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
         """What the tower's ``forward`` makes of them, the caller's to keep."""

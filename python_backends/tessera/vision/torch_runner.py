@@ -32,7 +32,7 @@ from tessera.vision.fp8_tower import serving_tower
 class TorchRunner:
     """Runs the tower in the dtype and on the device its weights have, by ``forward`` or the tower's own."""
 
-    beside = 0
+    beside, at_once = 0, 1
 
     def __init__(
         self, tower: Tower, forward: Forward | None = None, products: AbstractContextManager[Any] | None = None
@@ -80,6 +80,8 @@ class GraphRunner:
 
     ``forward_for`` a cost gives the forward to record. On the CPU nothing is recorded: a replay computes.
     """
+
+    at_once = 1
 
     def __init__(self, tower: Tower, sizes: Sequence[int], forward_for: Callable[[int], Forward] | None = None) -> None:
         self.tower = tower

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tessera import heaps
 from tessera.engine.engine import Engine
 from tessera.engine.process import messages
 from tessera.engine.process.messages import Progress
@@ -135,6 +136,7 @@ def main() -> None:
             wire.send(error)
             return
         gc.collect()
+        heaps.keep_freed()  # on a CPU a step's tensors take as many pages as a picture
         gc.freeze()  # else what start-up made is looked through now and then, and steps wait 100 ms for that
         slab = None if start.slab is None else start.slab[0](*start.slab[1])
         wire.send(messages.Ready(engine.metrics.snapshot(), engine.weights, engine.weight_bytes))

@@ -1,4 +1,4 @@
-"""What the C library of a stage's process keeps of the memory that is freed. Where it is not glibc, nothing changes."""
+"""What the C library of a process keeps of the memory that is freed. Where it is not glibc, nothing changes."""
 
 import ctypes
 import os
