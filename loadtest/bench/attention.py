@@ -2,8 +2,8 @@
 
 16 heads of 80 values, as MinerU2.5's tower has them: one picture of 7,956 patches, which is the shape of a published
 table of an RTX 4090D (`seed`), the batches of W5a and W5b, and a page with 60 crops. In bfloat16; FlashAttention-3 in
-e4m3 as well, its operands quantized before, which ours cannot. It takes part where `fa3_fwd` is installed
-(`pip install --no-deps fa3_fwd==0.0.3`).
+e4m3 as well, its operands quantized before, which ours cannot. It takes part where a package that has it is installed
+(`pip install --no-deps fa3_fwd==0.0.3`, `sglang-kernel==0.4.5`).
 
 In turns, each in a CUDA graph. `vision.attention_<batch>.ms` is the fastest of ours; its notes have the times of all
 and their errors against float32. `.<way>_over_ours` is another's time over it. A minute, most of which compiles.
@@ -13,6 +13,7 @@ and their errors against float32. `.<way>_over_ours` is another's time over it. 
 """
 
 import argparse
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +46,8 @@ PUBLISHED = {"sgl_kernel": 2.711, "xFormers": 2.791, "SDPA": 2.906}
 """Milliseconds at the first shape on an RTX 4090D."""
 TURNS = 6
 LAST = 300
-FA3 = "fa3"
+FLASH_3 = {"fa3": "fa3_fwd_interface", "sgl_kernel": "sgl_kernel.flash_attn"}
+"""Who has FlashAttention-3, and where."""
 
 Inputs = Sequence[torch.Tensor]
 Way = Callable[[Sequence[int], Inputs], Callable[[], torch.Tensor]]
@@ -60,14 +62,17 @@ def ways(device: torch.device) -> dict[str, Way]:
     found: dict[str, Way] = {
         name.replace(" ", "_"): partial(of, backend) for name, backend in varlen_backends(device, True).items()
     }
-    if importlib.util.find_spec("fa3_fwd"):
-        found |= {FA3: flash_attention_3, f"{FA3}_e4m3": partial(flash_attention_3, e4m3=True)}
+    for name, module in FLASH_3.items():
+        if device.type == "cuda" and importlib.util.find_spec(module.partition(".")[0]):
+            attend = importlib.import_module(module).flash_attn_varlen_func
+            way = partial(flash_attention_3, attend)
+            found |= {name: way, f"{name}_e4m3": partial(way, e4m3=True)}
     return found
 
 
-def flash_attention_3(lengths: Sequence[int], inputs: Inputs, e4m3: bool = False) -> Callable[[], torch.Tensor]:
-    from fa3_fwd_interface import flash_attn_varlen_func
-
+def flash_attention_3(
+    attend: Callable[..., torch.Tensor], lengths: Sequence[int], inputs: Inputs, e4m3: bool = False
+) -> Callable[[], torch.Tensor]:
     scales = {}
     if e4m3:
         quantized = [in_e4m3(rows, lengths) for rows in inputs]
@@ -75,7 +80,7 @@ def flash_attention_3(lengths: Sequence[int], inputs: Inputs, e4m3: bool = False
         scales = {f"{name}_descale": scale for name, (_, scale) in zip("qkv", quantized)}
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=inputs[0].device)
     most = max(lengths)
-    return lambda: flash_attn_varlen_func(*inputs, ends, ends, most, most, **scales).flatten(1)
+    return lambda: attend(*inputs, ends, ends, most, most, **scales).flatten(1)
 
 
 def in_e4m3(rows: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

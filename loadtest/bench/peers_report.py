@@ -1,11 +1,13 @@
 """Other engines beside ours: the recorded pairs as tables in README.md and docs/peers.md, and the figures `peers.*`.
 
 A line of results/peers.jsonl is a pair: a workload that an engine and our server were asked in one turn, the same
-pictures, one after the other on one machine. Of an engine's pairs on a workload those count that have the version,
-commit, machine and settings of the newest. Those of 2026-11-23 were taken before the command was there.
+pictures, one after the other on one machine. Of an engine's pairs on a workload those of its newest version count, and
+of these those with the commit, machine and settings of the last. Those of 2026-11-23 were taken before the command was
+there.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -115,12 +117,18 @@ def read(file: Path = RESULTS) -> list[Standing]:
             line["engine"],
         )
 
+    def version(line: Line) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", line["version"])]
+
     def taken(line: Line) -> tuple[object, ...]:
         commit = (line["commit"] or "").removesuffix("-dirty")  # as the results themselves make it
         return line["version"], line["machine"], commit, line.get("settings"), line.get("flags")
 
-    groups = [list(group) for _, group in groupby(sorted(lines, key=place), place)]
-    return [Standing([pair for pair in group if taken(pair) == taken(group[-1])]) for group in groups]
+    standings = []
+    for _, group in groupby(sorted(lines, key=place), place):
+        pairs = sorted(group, key=version)
+        standings.append(Standing([pair for pair in pairs if taken(pair) == taken(pairs[-1])]))
+    return standings
 
 
 def comparison(standings: Iterable[Standing]) -> str:
