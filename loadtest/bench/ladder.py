@@ -148,10 +148,8 @@ class Sides:
 
     def ask(self, name: str, job: Workload, seed: int) -> Turn:
         """A turn of a rung. Two jobs never have the same pictures, for they may be one server's."""
-        own = server_of(name)
+        gpus, own = self._options.gpus, server_of(name)
         server = self._up[own][1]
-        # Nobody asks for the watts of one in flight, and to begin with a GPU's readings takes as long as some answers.
-        gpus = self._options.gpus if job.concurrency > 1 else ()
         if name == TRANSFORMERS:
             return server(1 if job.concurrency == 1 else self._best(server), seed, gpus)
         place = own, str(job)
@@ -159,7 +157,7 @@ class Sides:
             self._known[place] = first_answers(server.grpc, job, max(WARM_UP, 3 * job.concurrency)).prompt_tokens
         asker = TesseraAsker(server.grpc, job, seed ^ zlib.crc32(str(job).encode()))
         run, power, notes, _ = take(asker, 0, gpus, server.metrics, LEAST_ANSWERS)
-        if self._options.gpus:
+        if gpus:
             check(name, notes)
         return Turn(run.whole_requests_s, run.p50, self._known[place], job.concurrency, power and power.watts)
 
