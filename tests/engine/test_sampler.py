@@ -150,7 +150,8 @@ class Asking:
     def __init__(self, masks, **parameters):
         self.draft, self.masks = [0] * (len(masks) - 1), masks
         self.request = SimpleNamespace(sampling=SamplingParameters.parse(parameters))
-        self.likeliest, self.greedy = self.request.sampling.likeliest, self.request.sampling.greedy
+        self.likeliest = self.request.sampling.likeliest
+        self.greedy = self.likeliest and not self.request.sampling.constraint
 
     def mask(self, drafted):
         return self.masks[drafted]

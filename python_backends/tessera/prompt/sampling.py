@@ -264,13 +264,9 @@ class SamplingParameters:
         return any(getattr(self, name) != getattr(SamplingParameters, name) for name in PENALTIES)
 
     @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token but for penalties is all that is asked for, once there are ``min_tokens``."""
-        return self.likeliest and not self.constraint
-
-    @property
     def likeliest(self) -> bool:
-        """The same of the tokens that a constraint allows."""
+        """Whether the likeliest token that a constraint allows, but for penalties, is all that is asked for, once there
+        are ``min_tokens``."""
         wants = self.temperature > 0 or self.logprobs is not None or self.choices is not None
         return not (wants or self.logit_bias)
 
