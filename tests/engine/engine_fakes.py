@@ -1,6 +1,7 @@
 """A tokenizer of bytes, a runner without a model that notices wrong key/value blocks, and a tiny real model."""
 
 import hashlib
+import time
 
 import numpy as np
 import torch
@@ -71,6 +72,7 @@ class Known:
     def __init__(self, tokens, device_ns):
         self.tokens = lambda: tokens
         self.device_ns = lambda: device_ns
+        self.begun_ns = time.perf_counter_ns()
 
 
 class BookkeepingRunner:

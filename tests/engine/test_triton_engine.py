@@ -84,14 +84,23 @@ def ran(monkeypatch):
 
         def counting(self, *given):
             ran[name] += 1
-            ran["verified"] += name in ("greedy", "hidden") and len(given[0].ids) > len(given[0].table.row)
-            if name == "run":  # whatever the step before left must not count
-                self._x.fill_(torch.nan)
-                self._hidden.fill_(torch.nan)
             return run(self, *given)
 
         monkeypatch.setattr(graphs, name, counting)
 
+    put, put_prompts = DecodeGraphs.put, PromptGraphs.put
+
+    def verified(self, packed):
+        ran["verified"] += len(packed.ids) > len(packed.table.row)
+        return put(self, packed)
+
+    def after_others(self, *given):  # whatever the step before left must not count
+        self._x.fill_(torch.nan)
+        self._hidden.fill_(torch.nan)
+        return put_prompts(self, *given)
+
+    monkeypatch.setattr(DecodeGraphs, "put", verified)
+    monkeypatch.setattr(PromptGraphs, "put", after_others)
     for name in ("greedy", "hidden", "penalized"):
         count(DecodeGraphs, name)
     count(PromptGraphs, "run")

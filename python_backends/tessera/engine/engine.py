@@ -119,10 +119,10 @@ class Engine:
             self._lane.wait(_LANE_WAIT_S)
         if batch.spans:
             self._mark_scheduled(batch)
-            planned_ns = time.perf_counter_ns()
-            self._under_way.append((batch, self._runner.launch(batch)))
-            planning_ns, launching_ns = self._applying_ns + planned_ns - began_ns, time.perf_counter_ns() - planned_ns
-            self.scheduler.load.record_host_time(known, planning_ns, launching_ns)
+            launched = self._runner.launch(batch)
+            self._under_way.append((batch, launched))
+            waiting_ns, launching_ns = launched.begun_ns - began_ns, time.perf_counter_ns() - launched.begun_ns
+            self.scheduler.load.record_host_time(known, self._applying_ns + waiting_ns, launching_ns)
         self.metrics.host_wait_ns += _waited_ns() - began
         self._apply_until(int(bool(batch.spans) and self._runner.async_launch))
         return self._emit(batch)

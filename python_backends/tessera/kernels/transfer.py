@@ -39,10 +39,11 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Moment:
-    """A point in a device's work: on a GPU when its default stream has come that far, on the CPU now."""
+    """A point in a device's work: on a GPU when its default stream has come that far, on the CPU now. ``host_ns``: when
+    the host was there, by time.perf_counter_ns()."""
 
     def __init__(self, device: torch.device) -> None:
-        self._host_ns = time.perf_counter_ns()
+        self.host_ns = time.perf_counter_ns()
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._event = torch.cuda.Event(enable_timing=True)
@@ -55,5 +56,5 @@ class Moment:
     def since(self, earlier: Moment) -> int:
         """Nanoseconds of the device from ``earlier``, of the same device; both must have passed."""
         if self._event is None or earlier._event is None:
-            return self._host_ns - earlier._host_ns
+            return self.host_ns - earlier.host_ns
         return int(earlier._event.elapsed_time(self._event) * 1e6)

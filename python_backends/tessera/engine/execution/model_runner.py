@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -149,7 +150,6 @@ class ModelRunner:
     def launch(self, batch: ScheduledBatch) -> SampledRows:
         """Starts the step; the result waits for its ``batch.rows`` tokens."""
         with torch.inference_mode(), self._products:
-            started = Moment(self._last_sampled.device)
             numbers = [sequence.request.number for sequence in batch.sampling]
             before = self._before if numbers == [*self._previous] and not batch.drafted else None
             packed = self._pack(batch, before)
@@ -158,9 +158,11 @@ class ModelRunner:
             graphs = self._graphs if self._graphs is not None and self._graphs.fits(packed) else None
             self.graph_steps += graphs is not None
             if graphs is None:
-                ran = self._hidden(packed, batch)
+                run = self._layers(packed, batch)
             else:
-                ran = graphs.greedy(packed) if whole else graphs.hidden(packed)
+                run = partial(graphs.greedy if whole else graphs.hidden, graphs.put(packed), len(packed.ids))
+            started = Moment(self._last_sampled.device)
+            ran = run()
             # While the device runs the layers.
             penalties = self._histories.select(batch.sampling, go_on=before is not None)
             if graphs is not None and whole:
@@ -195,18 +197,19 @@ class ModelRunner:
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:
         """Writes the batch's keys and values; float32 [m, vocabulary] for the tokens to choose."""
         with torch.inference_mode(), self._products:
-            return self._model.logits(self._hidden(self._pack(batch), batch)).float()
+            return self._model.logits(self._layers(self._pack(batch), batch)()).float()
 
     def _pack(self, batch: ScheduledBatch, before: PackedBatch | None = None) -> PackedBatch:
         return pack(batch, self._attention.storage.block_size, self._previous, before)
 
-    def _hidden(self, packed: PackedBatch, batch: ScheduledBatch) -> torch.Tensor:
-        """Runs the layers; what the head makes the logits of the m tokens to choose of, [m, hidden]."""
+    def _layers(self, packed: PackedBatch, batch: ScheduledBatch) -> Callable[[], torch.Tensor]:
+        """Puts a step's inputs on the device. What then runs the layers, once: it returns what the head makes the
+        logits of the m tokens to choose of, [m, hidden]."""
         device = self._last_sampled.device
         pictures = pictures_of(batch, packed.table.row, device, self._dtype)
         if self._prompt_graphs is not None and self._prompt_graphs.fits(packed):
             self.graph_steps += 1
-            return self._prompt_graphs.run(packed, pictures)
+            return partial(self._prompt_graphs.run, self._prompt_graphs.put(packed, pictures), len(packed.last.row))
         ids = to_device(packed.ids, device)
         if (packed.source >= 0).any():
             ids = fill_in(ids, to_device(packed.source, device), self._last_sampled)
@@ -215,7 +218,7 @@ class ModelRunner:
         last_step = step = self._last_step(packed)
         if step.rows is not None:
             step = replace(step, rows=None, plan=self._attention.plan(packed.table))
-        return self._model.forward_layers(x, self._attention, step, last_step)
+        return partial(self._model.forward_layers, x, self._attention, step, last_step)
 
     def _last_step(self, packed: PackedBatch) -> AttentionStep:
         """For the last layer, which drops the rows that nobody samples from."""

@@ -57,7 +57,7 @@ class SamplingRow(NamedTuple):
 class SampledRows:
     """Chosen tokens, int64 ``ids`` [m], on their way to the host; nothing waits before :meth:`tokens`.
 
-    ``started``: when the step that chose them began.
+    ``started``: when all was there for the step that chose them.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class SampledRows:
         rows' own [r], those of the others [r, most], which these are, int64 [r, most], and the margins [r].
         """
         self.ids = ids
+        self.begun_ns = started.host_ns
         self._started = started
         self._reported = reported
         self._on_host = [to_host(tensor) for tensor in (ids, *details)]

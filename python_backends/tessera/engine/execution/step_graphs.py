@@ -119,18 +119,16 @@ class DecodeGraphs(_StepGraphs):
         fits = packed.decodes and few and packed.table.blocks.shape[1] <= self._most_blocks
         return fits and self._columns(packed) <= self._greedy.sizes[-1]
 
-    def greedy(self, packed: PackedBatch) -> torch.Tensor:
-        """Runs a batch that fits; its likeliest tokens, int64 [n], a view that the next step overwrites."""
-        self._greedy.replay(self._put(packed))
-        return self._last_sampled[: len(packed.ids)]
+    def greedy(self, size: int, count: int) -> torch.Tensor:
+        """Runs the batch of ``count`` queries that was :meth:`put` last; its likeliest tokens, int64 [count], a view
+        that the next step overwrites."""
+        self._greedy.replay(size)
+        return self._last_sampled[:count]
 
-    def hidden(self, packed: PackedBatch) -> torch.Tensor:
-        """Runs a batch that fits; what the head makes its logits of, [n, hidden], a view that the next step overwrites.
-
-        ``last_sampled`` stays as it is.
-        """
-        self._layers.replay(self._put(packed))
-        return self._hidden[: len(packed.ids)]
+    def hidden(self, size: int, count: int) -> torch.Tensor:
+        """The same; what the head makes its logits of, [count, hidden]. ``last_sampled`` stays as it is."""
+        self._layers.replay(size)
+        return self._hidden[:count]
 
     def chooses(self, rows: int) -> bool:
         """Whether :meth:`penalized` has a graph for this many."""
@@ -151,8 +149,8 @@ class DecodeGraphs(_StepGraphs):
         count = len(packed.ids)
         return count if count == len(packed.table.row) else max(count, EARLY_ROWS + 1)
 
-    def _put(self, packed: PackedBatch) -> int:
-        """Puts a batch into the static inputs; the size of its graph."""
+    def put(self, packed: PackedBatch) -> int:
+        """Puts a batch that fits into the static inputs; the size of its graph."""
         count, table = len(packed.ids), packed.table
         size = self._greedy.size_for(self._columns(packed))
         if count > len(table.row):
@@ -227,17 +225,21 @@ class PromptGraphs(_StepGraphs):
         fits = sequences <= self._most_sequences and len(packed.last.row) <= self._most_rows
         return fits and len(packed.ids) <= self._graphs.sizes[-1] and most <= self._most_blocks
 
-    def run(self, packed: PackedBatch, pictures: Pictures | None) -> torch.Tensor:
-        """A step that fits, with its pictures -> normalised hidden rows of the queries that tokens are chosen from, [m,
-        hidden], a view that the next step overwrites."""
+    def put(self, packed: PackedBatch, pictures: Pictures | None) -> int:
+        """Puts a step that fits into the static inputs, with its pictures; the size of its graph."""
         size = self._graphs.size_for(len(packed.ids))
         lines = self._lines(packed, size)
         if pictures is not None:
             lines[_SOURCE, pictures.places] = _PICTURE
             self._x.index_copy_(0, to_device(pictures.places, self._device), pictures.rows)
         self._load(lines, self._pieces.fill(size, packed.table, packed.last))
+        return size
+
+    def run(self, size: int, rows: int) -> torch.Tensor:
+        """Runs what was :meth:`put` last -> normalised hidden rows of the queries that its ``rows`` tokens are chosen
+        from, [rows, hidden], a view that the next step overwrites."""
         self._graphs.replay(size)
-        return self._hidden[: len(packed.last.row)]
+        return self._hidden[:rows]
 
     def _run(self, size: int) -> None:
         """From static memory into static memory."""

@@ -142,14 +142,14 @@ class Load:
         # short ones mostly differ in these, and then the one's do not speak for the other's.
         self._short_share: dict[int, float] = {}
 
-    def record_host_time(self, known: bool, planning_ns: int, launching_ns: int) -> None:
-        """Taking a step's tokens and planning the next took this long, and launching that. The median of the recent
-        times counts, for steps of one load differ by what there is to mask. Where those tokens were not ``known`` by
-        then, how long a device waits for the plan is slowly forgotten, as others may run meanwhile."""
-        self._busy_ns.append(planning_ns + launching_ns)
+    def record_host_time(self, known: bool, waiting_ns: int, launching_ns: int) -> None:
+        """Taking a step's tokens, planning the next and putting its inputs on the device took this long, and launching
+        it. The median of the recent times counts, for steps of one load differ by what there is to mask. Where those
+        tokens were not ``known`` by then, how long a device waits is slowly forgotten, as others may run meanwhile."""
+        self._busy_ns.append(waiting_ns + launching_ns)
         self.busy_ns = median(self._busy_ns)
         if known:
-            self._host_ns.append(planning_ns)
+            self._host_ns.append(waiting_ns)
             self.host_ns = median(self._host_ns)
         else:
             self.host_ns -= self.host_ns / _FORGOTTEN
