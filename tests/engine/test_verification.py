@@ -473,9 +473,9 @@ def test_the_hosts_time_is_the_median_of_the_recent_steps():
     load_ = load()
     for ns in (2, 9, 7, 90, 8):
         load_.record_host_time(True, ns, 5)
-    assert load_.host_ns == 8 and load_.busy_ns == 13
+    assert load_.host_ns == 8 and load_.busy_ns == {True: 13, False: 0}
     load_.record_host_time(False, 1, 5)
-    assert 7.9 < load_.host_ns < 8
+    assert 7.9 < load_.host_ns < 8 and load_.busy_ns == {True: 13, False: 6}
 
 
 def test_rows_of_a_step_have_a_limit():

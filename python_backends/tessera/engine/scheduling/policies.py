@@ -127,9 +127,11 @@ class Load:
         self.drafts, self.max_rows, self.least_chunk = drafts, max_rows, least_chunk
         self.pace = 1.0  # tokens that an answer gets of a step: more than one by drafts
         self.host_ns = 0.0  # between two steps, where the second is planned once the tokens of the first are known
-        self.busy_ns = 0.0  # of the host with a step, its launch too; a device that is faster waits for it
+        #: of the host with a step, its launch too, by whether it knew the tokens of the one before; a device that is
+        #: faster waits for it
+        self.busy_ns = {False: 0.0, True: 0.0}
         self._host_ns: deque[int] = deque(maxlen=_RECENT)
-        self._busy_ns: deque[int] = deque(maxlen=_RECENT)
+        self._busy_ns: dict[bool, deque[int]] = {known: deque(maxlen=_RECENT) for known in self.busy_ns}
         self.rules = rules
         self.costs = costs or CostModel()
         self.waiting: deque[Sequence] = deque()
@@ -146,8 +148,8 @@ class Load:
         """Taking a step's tokens, planning the next and putting its inputs on the device took this long, and launching
         it. The median of the recent times counts, for steps of one load differ by what there is to mask. Where those
         tokens were not ``known`` by then, how long a device waits is slowly forgotten, as others may run meanwhile."""
-        self._busy_ns.append(waiting_ns + launching_ns)
-        self.busy_ns = median(self._busy_ns)
+        self._busy_ns[known].append(waiting_ns + launching_ns)
+        self.busy_ns[known] = median(self._busy_ns[known])
         if known:
             self._host_ns.append(waiting_ns)
             self.host_ns = median(self._host_ns)
