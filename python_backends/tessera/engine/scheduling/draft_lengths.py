@@ -13,6 +13,7 @@ _TRIED = 8  # numbers of rows between none and all
 # What drafts are likely to gain counts half: answers that end sooner leave places empty for a while, and steps wait for
 # nothing that gains little. Pages, 10 in flight, 5.3 -> 5.7 a second, formulas alone 14.2 -> 14.8 (simulated).
 _COUNTED = 1 / 2
+_WORTH = 5 / 4  # times what waiting costs is what it must gain: what holds up the host meanwhile is not foreseen
 _ASKED = 16  # answers at most stand for all that run, for asking takes about 5 us each
 
 
@@ -64,7 +65,7 @@ def tokens_should_be_known(load: Load, prompts: int) -> bool:
     step_ns, busy = load.costs.step_ns, load.busy
     first, others = (max(busy[False].ns, step_ns(run)) for run in (prompts + rows_ahead, rows_ahead))
     waited = max(busy[True].ns, step_ns(prompts + rows_known) + load.between.ns)
-    return ahead * first + (known - ahead) * others > ahead * waited
+    return (known - ahead) * others > _WORTH * ahead * (waited - first)
 
 
 def _rate(load: Load, given: float, run: int) -> float:

@@ -80,6 +80,11 @@ class Scheduler:
             return False
         return tokens_should_be_known(self.load, batch.tokens - batch.rows)
 
+    def spare_ns(self, batch: ScheduledBatch) -> float:
+        """How long the host may put off planning the next one if the device has just begun with this; negative where
+        it may not."""
+        return self.load.costs.step_ns(batch.tokens) - self.load.busy[False].ns
+
     def apply(
         self, batch: ScheduledBatch, sampled: SequenceType[SampledToken]
     ) -> list[tuple[Sequence, list[SampledToken]]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceType
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -211,6 +211,11 @@ class MaskLane:
         if self._collected:
             collected, self._collected = self._collected, []
             self._last = self._quick.submit(self._run, collected)
+
+    def finish(self, seconds: float) -> None:
+        """Waits until what :meth:`begin` was given last has run, but no longer than this."""
+        if seconds > 0 and self._last is not None and not self._last.done():
+            wait([self._last], seconds)
 
     def wake(self) -> None:
         """Ends a :meth:`wait`, the one under way or the next."""
