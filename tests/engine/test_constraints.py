@@ -286,6 +286,14 @@ def test_a_token_of_the_clients_ends_a_constrained_answer_after_min_tokens():
     assert reasons == [None, None, "stop"]
 
 
+@pytest.mark.parametrize(("turns", "kind"), [(2, {}), (3, {"crowded": True}), (1, {"crowded": True, "slow": True})])
+def test_how_often_an_answer_runs_by_where_its_masks_are_made(monkeypatch, turns, kind):
+    for name, value in ({"crowded": False, "slow": False} | kind).items():
+        monkeypatch.setattr(Matcher, name, value)
+    sequence = ConstrainedSequence(make_request([1], regex="a{5}", max_tokens=8), matcher(regex="a{5}"), MaskLane(1))
+    assert sequence.turns == turns
+
+
 def test_of_a_text_that_must_come_only_the_beginning_is_spelled():
     """llguidance asks for all of it at each mask: 20,000 characters of a{20000}, by the model's tokenizer."""
     asked = []

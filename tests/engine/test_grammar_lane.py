@@ -6,7 +6,6 @@ import re
 import threading
 import time
 
-import numpy as np
 import pytest
 from engine_fakes import EOS, VOCABULARY, ByteTokenizer, ends, make_engine, make_request, run, text_of
 
@@ -15,7 +14,6 @@ from tessera.engine.scheduling.scheduler import Scheduler
 from tessera.engine.structured_output import compiling, constraints, sequences
 from tessera.engine.structured_output.compiling import MOST_GRAMMARS, GrammarLane, GrammarTrial
 from tessera.engine.structured_output.constraints import Constraints, Matcher
-from tessera.engine.structured_output.sequences import MaskLane
 from tessera.errors import InvalidRequest, Unavailable
 from tessera.prompt.sampling import SamplingParameters
 
@@ -102,34 +100,6 @@ def test_the_masks_of_many_are_made_beside_the_steps(monkeypatch, count, beside,
     assert [text_of(events, job.request_id) for job in jobs] == expected
     assert len(set(threads)) == 1 and (threads[0] != threading.get_ident()) is beside
     assert {sequence.finish_reason for sequence in sequences} == {"stop"} and not engine._lane._answers
-
-
-def test_a_crowd_s_masks_are_waited_for_while_the_device_is_busy(monkeypatch):
-    """Then each answer goes on in every second step, though steps are planned ahead."""
-    monkeypatch.setattr(Scheduler, "tokens_should_be_known", lambda scheduler, batch: False)
-    monkeypatch.setattr(Scheduler, "spare_ns", lambda scheduler, batch: 60e9)
-    monkeypatch.setattr(constraints._Grammar, "computed", lambda known, seconds: setattr(known, "mean", 0.0001))
-    engine, runner = make_engine(num_blocks=4000, max_sequences=32, max_batched_tokens=512, async_launch=True)
-    engine.submit(make_request([3], "plain", max_tokens=90, ignore_eos=True))
-    sequences = [engine.submit(make_request([n, 5], f"{n}", max_tokens=60, regex="(ab|cd){9}")) for n in range(24)]
-    run(engine)
-    steps = [{sequence.request.request_id for sequence, *_ in batch} for batch in runner.batches]
-    for sequence in sequences:
-        places = [at for at, names in enumerate(steps) if sequence.request.request_id in names]
-        assert len(places) == 19 and set(np.diff(places)) == {2}
-
-
-def test_a_lane_s_masks_are_waited_for_no_longer_than_asked():
-    lane, made = MaskLane(1), threading.Event()
-    lane.finish(60)  # nothing is made
-    lane.collect(made.wait)
-    lane.begin()
-    for seconds in (-1, 0, 0.001):
-        lane.finish(seconds)
-    assert lane
-    made.set()
-    lane.finish(60)
-    assert not lane
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,8 @@ def test_beside_long_answers_prompts_are_read_in_chunks_that_are_longer_where_we
 
 
 @pytest.mark.parametrize(("wrong", "times"), [(0, 4), (1, 1)])
-def test_where_drafts_are_right_chunks_of_prompts_are_longer_by_the_square_of_an_answer_s_pace(wrong, times):
-    engine, runner = make_engine(num_blocks=1000, max_batched_tokens=8192, max_model_len=4000, drafts=1)
+def test_where_drafts_are_right_chunks_of_prompts_are_as_many_times_longer(wrong, times):
+    engine, runner = make_engine(num_blocks=1000, max_batched_tokens=8192, max_model_len=4000, drafts=3)
     draft(engine, lambda request: [Guess([7] * 900, wrong)])
     engine.scheduler.load.costs._best_rate = 1e4  # a full step is long
     runner.script["decodes"] = [7]

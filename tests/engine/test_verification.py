@@ -419,15 +419,15 @@ def test_what_would_have_been_right_is_known_without_verifying_it():
 
 
 class Running(Sequence):
-    awaits_token = False
+    turns = 1
 
 
-def running(plain, drafted=0, constrained=0):
+def running(plain, drafted=0, constrained=0, turns=2):
     made = []
     for number in range(plain + drafted + constrained):
         drafting = Drafting([Guess([1] * 99)], VOCABULARY) if plain <= number < plain + drafted else None
         sequence = Running(make_request([1], f"{number}", max_tokens=9), drafting=drafting)
-        sequence.awaits_token, sequence.in_flight = number >= plain + drafted, 1
+        sequence.turns, sequence.in_flight = turns if number >= plain + drafted else 1, 1
         made.append(sequence)
     return made
 
@@ -437,10 +437,12 @@ def running(plain, drafted=0, constrained=0):
     [
         (dict(plain=9), 0, False),  # nobody has anything of it
         (dict(plain=0, constrained=9), 2e5, True),
+        (dict(plain=0, constrained=9), 1.5e6, False),
+        (dict(plain=0, constrained=9, turns=3), 1.5e6, True),
         (dict(plain=9, constrained=1), 2e5, False),
         (dict(plain=9, constrained=1), 1e4, True),
-        (dict(plain=0, drafted=9), 1e5, True),  # half a token more is expected, and half of that counts
-        (dict(plain=0, drafted=9), 3e5, False),
+        (dict(plain=0, drafted=9), 2e5, True),  # half a token more a step is expected
+        (dict(plain=0, drafted=9), 6e5, False),
         (dict(plain=9, drafted=1), 2e5, False),
         (dict(plain=0, constrained=9), 3e6, False),
     ],
@@ -463,7 +465,7 @@ def test_steps_that_the_host_takes_longer_for_than_the_device_wait_for_tokens():
 
 @pytest.mark.parametrize("prompts", [0, 200])
 def test_whether_steps_wait_does_not_depend_on_prompts_whose_tokens_cost_the_same_in_any(prompts):
-    for host_ns, known in ((7e5, True), (9e5, False)):
+    for host_ns, known in ((9e5, True), (1.1e6, False)):
         load_ = load(1e4, host_ns)
         load_.running += running(plain=0, constrained=9)
         assert tokens_should_be_known(load_, prompts) is known
@@ -491,7 +493,7 @@ def test_what_the_host_took_long_ago_is_tried_again():
     while load_.busy[True].ns > 2e6:
         load_.record_host_time(False, 0, int(1e6))
         steps += 1
-    assert steps < 2000
+    assert steps < 3000
     load_.record_host_time(True, 0, int(3e6))
     assert load_.busy[True].ns == 3e6
 

@@ -113,8 +113,6 @@ class Engine:
             self._lane.in_steps = self.scheduler.tokens_should_be_known(last)
             if self._lane.in_steps or self.scheduler.must_finish_before_next(last):
                 self._apply_until(0)
-            else:  # while the device is busy anyway, masks may be made for answers that else miss this step too
-                self._lane.finish(self.scheduler.spare_ns(last) / 1e9)
         began, began_ns, known = _waited_ns(), time.perf_counter_ns(), not self._under_way
         batch = self._plan()
         if not batch.spans and self._lane and not self._under_way:

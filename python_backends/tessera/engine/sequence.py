@@ -188,9 +188,9 @@ class Sequence:
         return ()
 
     @property
-    def awaits_token(self) -> bool:
-        """Whether it runs only in every second step as long as steps are planned ahead of the one before."""
-        return False
+    def turns(self) -> int:
+        """It runs in every step of so many, as long as steps are planned ahead of the one before."""
+        return 1
 
     def mask(self, drafted: int = 0) -> np.ndarray | int | None:
         """The tokens that may come next, uint8 [ceil(vocabulary / 8)] with the lowest bit first, or the only one; None:

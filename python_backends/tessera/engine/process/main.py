@@ -22,7 +22,6 @@ _LOG = logging.getLogger(__name__)
 # So soon the thread that steps gets the interpreter back from the one that listens; Python's 5 ms are a step.
 SWITCH_S = 0.0005
 _IDLE_SECONDS = 5.0
-_COLLECTED = 20_000  # objects between two collections; Python's 700 are several a step, and 3 % of a host's time
 
 
 class EngineServer:
@@ -138,7 +137,6 @@ def main() -> None:
             return
         gc.collect()
         heaps.keep_freed()  # on a CPU a step's tensors take as many pages as a picture
-        gc.set_threshold(_COLLECTED)
         gc.freeze()  # else what start-up made is looked through now and then, and steps wait 100 ms for that
         slab = None if start.slab is None else start.slab[0](*start.slab[1])
         wire.send(messages.Ready(engine.metrics.snapshot(), engine.weights, engine.weight_bytes))

@@ -10,11 +10,6 @@ from tessera.engine.drafts.drafter import Proposal
 from tessera.engine.scheduling.policies import Load
 
 _TRIED = 8  # numbers of rows between none and all
-# What drafts are likely to gain counts half: answers that end sooner leave places empty for a while, and steps wait for
-# nothing that gains little. Pages, 10 in flight, 5.3 -> 5.7 a second, formulas alone 14.2 -> 14.8 (simulated).
-_COUNTED = 1 / 2
-_WORTH = 5 / 4  # times what waiting costs is what it must gain: what holds up the host meanwhile is not foreseen
-_ASKED = 16  # answers at most stand for all that run, for asking takes about 5 us each
 
 
 def draft_lengths(load: Load, proposals: Sequence[Proposal], decoding: int, tokens: int, most: int) -> list[int]:
@@ -40,32 +35,29 @@ def draft_lengths(load: Load, proposals: Sequence[Proposal], decoding: int, toke
 
 def tokens_should_be_known(load: Load, prompts: int) -> bool:
     """Whether a step is worth more that is planned once the tokens of the one before are known, though the device
-    waits meanwhile: sequences may then go on that else run in every second step only, and drafts be verified.
+    waits meanwhile: sequences may then go on that else run in every second step or third only, and drafts be verified.
 
     ``prompts``: tokens of prompts in a step. Steps that are planned ahead are more for the same tokens of answers, and
     need not read more prompts: of these only the first has any. None is shorter than the host is busy with it: JSON by
     one schema, 64 in flight, on an H200 8.9 ms, for 87 rows that take the device 5.9; and 13 ms for 253 with the wait.
     So each kind of step is as long as the host was with the last ones of its kind.
     """
-    ahead = known = rows_ahead = rows_known = 0.0  # tokens that a step gives, and rows that it runs, of those asked
-    asked = load.running[:: -(-len(load.running) // _ASKED)]
-    for sequence in asked:
+    ahead = known = rows_ahead = rows_known = 0.0
+    for sequence in load.running:
         rows = gain = 0.0
         if sequence.drafting is not None and (sequence.outputs or sequence.in_flight):
             unknown = sequence.in_flight + len(sequence.draft)
             rows, gain = sequence.drafting.expected(sequence.outputs, unknown, load.drafts)
-        gain *= _COUNTED
         known += 1 + gain
         rows_known += 1 + rows
         # One that waits for its token may be drafted for in its turn, any other one not.
-        ahead += (1 + gain) / 2 if sequence.awaits_token else 1
-        rows_ahead += (1 + rows) / 2 if sequence.awaits_token else 1
-    each = len(load.running) / len(asked)
-    rows_ahead, rows_known = each * rows_ahead, each * rows_known
+        turns = sequence.turns
+        ahead += (1 + gain) / turns if turns > 1 else 1
+        rows_ahead += (1 + rows) / turns if turns > 1 else 1
     step_ns, busy = load.costs.step_ns, load.busy
     first, others = (max(busy[False].ns, step_ns(run)) for run in (prompts + rows_ahead, rows_ahead))
-    waited = max(busy[True].ns, step_ns(prompts + rows_known) + load.between.ns)
-    return (known - ahead) * others > _WORTH * ahead * (waited - first)
+    longer = ahead * first + (known - ahead) * others
+    return longer > ahead * max(busy[True].ns, step_ns(prompts + rows_known) + load.between.ns)
 
 
 def _rate(load: Load, given: float, run: int) -> float:

@@ -76,14 +76,9 @@ class Scheduler:
 
     def tokens_should_be_known(self, batch: ScheduledBatch) -> bool:
         """Whether the tokens of this one should be known before the next is planned."""
-        if not any(each.drafting is not None or each.awaits_token for each in self.running):
+        if not any(each.drafting is not None or each.turns > 1 for each in self.running):
             return False
         return tokens_should_be_known(self.load, batch.tokens - batch.rows)
-
-    def spare_ns(self, batch: ScheduledBatch) -> float:
-        """How long the host may put off planning the next one if the device has just begun with this; negative where
-        it may not."""
-        return self.load.costs.step_ns(batch.tokens) - self.load.busy[False].ns
 
     def apply(
         self, batch: ScheduledBatch, sampled: SequenceType[SampledToken]
