@@ -125,6 +125,45 @@ def test_logits_of_every_token_are_the_processors(everybody):
     assert torch.equal(found[0], logits[0]) != everybody
 
 
+@pytest.mark.parametrize(("lines", "stays"), [(16, True), (9, False)])
+def test_who_sits_steps_out_keeps_its_line_unless_others_need_it(monkeypatch, lines, stays):
+    """Drafts are verified before: the line holds what of them was right. An answer by a form is written again."""
+    generator = torch.Generator().manual_seed(6)
+    batch, histories = sequences(generator, 9)[1:], Histories(lines, torch.device("cpu"))
+    batch.append(Sequence(make_request([1, 2, 1], "form", max_tokens=40, presence_penalty=1, regex="a*")))
+    written, write = [], Histories._write
+    monkeypatch.setattr(Histories, "_write", lambda self, new: (written.extend(new), write(self, new)))
+
+    def step(members, drafted=0):
+        for each in members:
+            each.drafting = SimpleNamespace(learn=lambda proposed, accepted: None)
+            each.expect(torch.randint(0, 9, (drafted,), generator=generator).tolist())
+        penalties = histories.select(members)
+        logits = torch.randn(len(members) * (1 + drafted), 9, generator=generator)
+        chosen = penalties.applied(logits).argmax(dim=1)
+        penalties.append(chosen)
+        rows = iter(chosen.tolist())
+        for each in members:
+            taken = [(next(rows), None) for _ in range(1 + drafted)]
+            each.in_flight -= 1
+            each.take(taken)
+
+    step(batch, drafted=3)
+    others = [Sequence(make_request([1], f"other {name}", max_tokens=40, presence_penalty=1)) for name in "ab"]
+    step([batch[0], *others])
+    written.clear()
+    step(batch)
+    step(batch)
+    assert batch[-1] in written and (len(written) == 1) is stays
+    fresh = Histories(16, torch.device("cpu"))
+    fresh.select([each for each in batch if not each.expect()])
+    for each in batch:
+        (line, other), length = (found._held[each.request.number] for found in (histories, fresh)), len(history(each))
+        matters = 1 + (each.request.sampling.no_repeat_ngram_size > 1)  # echoes do for n-grams alone
+        for ours, theirs in zip(histories.lines[:matters], fresh.lines):
+            assert torch.equal(ours[line.slot, :length], theirs[other.slot, :length])
+
+
 def test_the_smallest_penalty_makes_no_nan():
     sequence = Sequence(make_request([1], max_tokens=3, repetition_penalty=1e-300))
     sequence.in_flight = 1

@@ -2,8 +2,9 @@
 
 They need the token of the step before, which the host does not know yet when it launches the next step. So the tokens
 of the sequences that ask for penalties stand on the device, a line each, and every step appends its own to them. The
-host writes a line only when a sequence begins, or comes back after steps without it: then it knows all its tokens. Of
-a draft the rows share their sequence's line, each up to its own place, and the step appends what turns out to be right.
+host writes a line only when a sequence begins, or comes back after steps without it and its line is gone: then it knows
+all its tokens. (It goes where others need it, and where the last token may not have counted, as by a form.) Of a draft
+the rows share their sequence's line, each up to its own place, and the step appends what turns out to be right.
 
 Semantics are those of transformers' RepetitionPenaltyLogitsProcessor and NoRepeatNGramLogitsProcessor and of vLLM's
 presence and frequency penalties. A picture is one token that equals no other.
@@ -33,8 +34,15 @@ _SLOT, _LENGTH, _DRAFTED, _COUNTS, _FOLLOWING, _NUMBERS = range(1, 7)  # of Pena
 class _Line(NamedTuple):
     """Which line a sequence has, and how many of its tokens are its prompt's."""
 
+    sequence: Sequence
     slot: int
     prompt: int
+
+    @property
+    def stays(self) -> bool:
+        """Whether the sequence may sit steps out, and what stands there is still what it has said."""
+        sequence = self.sequence
+        return not (sequence.finished or sequence.rewinds or sequence.request.sampling.constraint)
 
 
 class Histories:
@@ -52,7 +60,7 @@ class Histories:
         self.lines = PenaltyLines(tokens, torch.zeros_like(tokens), facts, amounts)
         self._static = torch.zeros((_NUMBERS, 0), dtype=torch.int64, device=device)
         self._free = list(range(max_sequences))
-        self._held: dict[int, _Line] = {}  # by request number, of those that asked for penalties in the step before
+        self._held: dict[int, _Line] = {}  # by request number
         self._penalties: Penalties | None = None
         self._longest = 0  # how many tokens one of its rows knows
 
@@ -80,9 +88,12 @@ class Histories:
 
     def _begin(self, sequences: SequenceType[Sequence]) -> Penalties | None:
         asking = {each.request.number: each for each in sequences if each.request.sampling.penalized}
-        for number in self._held.keys() - asking.keys():
-            self._free.append(self._held.pop(number).slot)
-        if new := [each for number, each in asking.items() if number not in self._held]:
+        new = [each for number, each in asking.items() if number not in self._held]
+        lacking = len(new) - len(self._free)
+        for place, number in enumerate([number for number in self._held if number not in asking]):
+            if place < lacking or not self._held[number].stays:
+                self._free.append(self._held.pop(number).slot)
+        if new:
             self._write(new)
         if not asking:
             return None
@@ -122,7 +133,7 @@ class Histories:
         for number, (sequence, tokens) in enumerate(zip(sequences, histories)):
             asked, said = sequence.request.sampling, len(sequence.outputs)
             assert said == sequence.place, "a token in flight that the step before did not sample"
-            line = self._held[sequence.request.number] = _Line(self._free.pop(), len(tokens) - said)
+            line = self._held[sequence.request.number] = _Line(sequence, self._free.pop(), len(tokens) - said)
             slots.append(line.slot)
             facts.append((line.prompt, asked.no_repeat_ngram_size))
             amounts.append((max(asked.repetition_penalty, _SMALLEST), asked.frequency_penalty, asked.presence_penalty))
