@@ -189,7 +189,7 @@ class Sequence:
 
     @property
     def turns(self) -> int:
-        """It runs in every step of so many, as long as steps are planned ahead of the one before."""
+        """It runs in one of so many steps, as long as they are planned ahead of the one before."""
         return 1
 
     def mask(self, drafted: int = 0) -> np.ndarray | int | None:

@@ -32,17 +32,12 @@ _SLOT, _LENGTH, _DRAFTED, _COUNTS, _FOLLOWING, _NUMBERS = range(1, 7)  # of Pena
 
 
 class _Line(NamedTuple):
-    """Which line a sequence has, and how many of its tokens are its prompt's."""
+    """Which line a sequence has, and how many of its tokens are its prompt's. ``stays``: where it sits a step out, what
+    stands there is still what it has said."""
 
-    sequence: Sequence
     slot: int
     prompt: int
-
-    @property
-    def stays(self) -> bool:
-        """Whether the sequence may sit steps out, and what stands there is still what it has said."""
-        sequence = self.sequence
-        return not (sequence.finished or sequence.rewinds or sequence.request.sampling.constraint)
+    stays: bool
 
 
 class Histories:
@@ -60,7 +55,7 @@ class Histories:
         self.lines = PenaltyLines(tokens, torch.zeros_like(tokens), facts, amounts)
         self._static = torch.zeros((_NUMBERS, 0), dtype=torch.int64, device=device)
         self._free = list(range(max_sequences))
-        self._held: dict[int, _Line] = {}  # by request number
+        self._held: dict[int, _Line] = {}  # by request number; the one idle for longest first
         self._penalties: Penalties | None = None
         self._longest = 0  # how many tokens one of its rows knows
 
@@ -89,10 +84,14 @@ class Histories:
     def _begin(self, sequences: SequenceType[Sequence]) -> Penalties | None:
         asking = {each.request.number: each for each in sequences if each.request.sampling.penalized}
         new = [each for number, each in asking.items() if number not in self._held]
-        lacking = len(new) - len(self._free)
+        held, lacking = dict[int, _Line](), len(new) - len(self._free)
         for place, number in enumerate([number for number in self._held if number not in asking]):
-            if place < lacking or not self._held[number].stays:
-                self._free.append(self._held.pop(number).slot)
+            idle = self._held[number]
+            if idle.stays and place >= lacking:
+                held[number] = idle
+            else:
+                self._free.append(idle.slot)
+        self._held = held | {number: self._held[number] for number in asking if number in self._held}
         if new:
             self._write(new)
         if not asking:
@@ -133,7 +132,8 @@ class Histories:
         for number, (sequence, tokens) in enumerate(zip(sequences, histories)):
             asked, said = sequence.request.sampling, len(sequence.outputs)
             assert said == sequence.place, "a token in flight that the step before did not sample"
-            line = self._held[sequence.request.number] = _Line(sequence, self._free.pop(), len(tokens) - said)
+            stays = not (sequence.rewinds or asked.constraint)
+            line = self._held[sequence.request.number] = _Line(self._free.pop(), len(tokens) - said, stays)
             slots.append(line.slot)
             facts.append((line.prompt, asked.no_repeat_ngram_size))
             amounts.append((max(asked.repetition_penalty, _SMALLEST), asked.frequency_penalty, asked.presence_penalty))
