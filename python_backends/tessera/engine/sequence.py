@@ -189,7 +189,7 @@ class Sequence:
 
     @property
     def turns(self) -> int:
-        """It runs in one of so many steps, as long as they are planned ahead of the one before."""
+        """As long as steps are planned ahead of the one before, it runs in every n-th; this is n."""
         return 1
 
     def mask(self, drafted: int = 0) -> np.ndarray | int | None:
