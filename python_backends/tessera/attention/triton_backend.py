@@ -78,19 +78,20 @@ class StaticPieces:
         (rows, contexts, pieces), _, _, blocks = self._parts(flat, tokens)
         return rows, self._backend.captured_plan(contexts, blocks.index_select(0, pieces).T)
 
-    def fill(self, tokens: int, table: SpanTable, queries: LastQueries) -> np.ndarray:
-        """A step's spans, and which of their queries tokens are chosen from: the front of ``flat`` that is to change,
-        where this many tokens have room."""
+    def fill(self, flat: np.ndarray, tokens: int, table: SpanTable, queries: LastQueries) -> int:
+        """Writes a step's spans, and which of their queries tokens are chosen from, into ``flat`` int64, where this
+        many tokens have room. Returns how many integers at its front are to change."""
         sequences, most = table.blocks.shape
-        flat = np.zeros(self.size(tokens) - (self._empty(tokens) + 1 - sequences) * self._most_blocks, np.int64)
         last, tiles, spans, blocks = self._parts(flat, tokens)
+        for part in (last, tiles, spans):
+            part[...] = 0
         last[:, : len(queries.row)] = queries
         tiles[:, 0] = self._empty(tokens)
         needed = prefill_tiles(table.count, table.context, self._backend.tile_queries)
         tiles[: len(needed)] = needed
         spans[:, :sequences] = table.row, table.count, table.context
-        blocks[:, :most] = table.blocks
-        return flat
+        blocks[:sequences, :most], blocks[:sequences, most:] = table.blocks, 0
+        return self.size(tokens) - (self._empty(tokens) + 1 - sequences) * self._most_blocks
 
     def _empty(self, tokens: int) -> int:
         return min(tokens, self._most_sequences)

@@ -8,15 +8,42 @@ from functools import cache
 import numpy as np
 import torch
 
+_TWINS = 3  # a step is under way, and one is applied, while the next is put in
+
 
 def to_device(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
     """``values`` on ``device``, in the order of the current stream; on the CPU they share their memory."""
     return uploadable(values, device).to(device, non_blocking=True)
 
 
-def load(target: torch.Tensor, values: np.ndarray) -> None:
-    """Copies ``values`` into ``target``, of their shape and dtype, which stays where it is."""
-    target.copy_(uploadable(values, target.device), non_blocking=True)
+class Staging:
+    """Puts what changes from step to step into the front of ``target``, a flat tensor that stays where it is, out of
+    pinned memory of its own: to ask for some, and give it back, takes as long as a small step's packing."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self._target = target
+        self._twins = [
+            torch.zeros(target.shape, dtype=target.dtype, pin_memory=True) if target.is_cuda else target
+            for _ in range(_TWINS)
+        ]
+        self._views = [twin.numpy() for twin in self._twins]
+        self._copied: list[Moment | None] = [None] * _TWINS
+        self._turn = 0
+
+    def front(self) -> np.ndarray:
+        """What :meth:`send` copies, with whatever it held."""
+        self._turn = (self._turn + 1) % _TWINS
+        copied = self._copied[self._turn]
+        if copied is not None:
+            copied.wait()
+        return self._views[self._turn]
+
+    def send(self, count: int) -> None:
+        """Copies the first ``count`` of :meth:`front`, in the order of the current stream."""
+        twin = self._twins[self._turn]
+        if twin is not self._target:
+            self._target[:count].copy_(twin[:count], non_blocking=True)
+            self._copied[self._turn] = Moment(self._target.device)
 
 
 def uploadable(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:

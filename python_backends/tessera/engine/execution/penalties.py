@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from tessera.engine.sequence import Sequence, with_marks
 from tessera.kernels.operands import PenaltyLines
-from tessera.kernels.transfer import load, to_device
+from tessera.kernels.transfer import Staging, to_device
 from tessera.kernels.tuning import layer_kernels
 
 _LEAST_WIDTH = 256
@@ -54,6 +54,7 @@ class Histories:
         amounts = torch.zeros((3, max_sequences + 1), dtype=torch.float32, device=device)
         self.lines = PenaltyLines(tokens, torch.zeros_like(tokens), facts, amounts)
         self._static = torch.zeros((_NUMBERS, 0), dtype=torch.int64, device=device)
+        self._staging: Staging  # in front of these, once there are any
         self._free = list(range(max_sequences))
         self._held: dict[int, _Line] = {}  # by request number; the one idle for longest first
         self._penalties: Penalties | None = None
@@ -63,6 +64,7 @@ class Histories:
         """For CUDA graphs: up to this many rows, and lines of up to ``width`` tokens, stay where they are."""
         self._lengthen(width)
         self._static = torch.zeros((_NUMBERS, rows), dtype=torch.int64, device=self.device)
+        self._staging = Staging(self._static.view(-1))
 
     def of_size(self, size: int) -> Penalties:
         """Those of whatever step was selected last that runs as a graph of this size."""
@@ -108,10 +110,10 @@ class Histories:
         self._widen(self._longest + 1)
         if place > self._static.shape[1]:
             return Penalties(self, to_device(numbers, self.device))
-        filled = np.zeros(self._static.shape, np.int64)
-        filled[_SLOT] = self._nobody
-        filled[:, : len(rows)] = numbers
-        load(self._static, filled)
+        filled = self._staging.front().reshape(self._static.shape)
+        filled[:, : len(rows)], filled[:, len(rows) :] = numbers, 0
+        filled[_SLOT, len(rows) :] = self._nobody
+        self._staging.send(filled.size)
         return self.of_size(len(rows))
 
     def _widen(self, width: int) -> None:

@@ -24,7 +24,7 @@ from tessera.engine.execution.penalties import Histories
 from tessera.engine.execution.sampler import greedy
 from tessera.kernels.graphs import GraphPool
 from tessera.kernels.operands import EARLY_ROWS
-from tessera.kernels.transfer import load, to_device
+from tessera.kernels.transfer import Staging, to_device
 from tessera.models.text.decoder import Qwen2
 
 _IDS, _SOURCE, _SLOTS, _ROPE_LENGTHS, _POSITIONS = range(5)
@@ -54,22 +54,22 @@ class _StepGraphs:
         self._model, self._attention, self._device, self._last_sampled = model, attention, weight.device, last_sampled
         self._header = _POSITIONS + model.rotary.axes
         self._inputs = torch.zeros(self._header * largest + more, dtype=torch.int64, device=weight.device)
+        self._staging = Staging(self._inputs)
         self._hidden = torch.zeros((hidden_rows, model.config.hidden_size), dtype=weight.dtype, device=weight.device)
 
-    def _lines(self, packed: PackedBatch, size: int) -> np.ndarray:
-        """A step's rows for the buffer, int64 [header, size]."""
-        count = len(packed.ids)
-        lines = np.zeros((self._header, size), np.int64)
-        lines[[_SOURCE, _SLOTS]] = -1
+    def _put_lines(self, packed: PackedBatch, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """A step's rows, int64 [header, size], and what lies behind them, on the host; :meth:`_send` copies both."""
+        count, flat = len(packed.ids), self._staging.front()
+        lines = flat[: self._header * size].reshape(-1, size)
+        lines[:, count:] = 0
+        lines[_SOURCE, count:] = lines[_SLOTS, count:] = -1
         lines[_IDS, :count], lines[_SOURCE, :count], lines[_SLOTS, :count] = packed.ids, packed.source, packed.slots
         lines[_ROPE_LENGTHS, :count] = packed.rope_lengths
         lines[_POSITIONS:, :count] = packed.positions
-        return lines
+        return lines, flat[lines.size :]
 
-    def _load(self, *parts: np.ndarray) -> None:
-        """Puts these, one behind the other, at the buffer's front."""
-        flat = np.concatenate([part.reshape(-1) for part in parts])
-        load(self._inputs[: len(flat)], flat)
+    def _send(self, lines: np.ndarray, behind: int) -> None:
+        self._staging.send(lines.size + behind)
 
     def _fill_with_dummies(self, size: int) -> None:
         self._inputs.zero_()
@@ -155,9 +155,11 @@ class DecodeGraphs(_StepGraphs):
         size = self._greedy.size_for(self._columns(packed))
         if count > len(table.row):
             table = table.singles(packed.last)
-        given = np.zeros((1 + table.blocks.shape[1], size), np.int64)
+        lines, behind = self._put_lines(packed, size)
+        given = behind[: (1 + table.blocks.shape[1]) * size].reshape(-1, size)
+        given[:, count:] = 0
         given[0, :count], given[1:, :count] = table.context, table.blocks.T
-        self._load(self._lines(packed, size), given)
+        self._send(lines, given.size)
         return size
 
     def _run_greedy(self, size: int) -> None:
@@ -228,11 +230,11 @@ class PromptGraphs(_StepGraphs):
     def put(self, packed: PackedBatch, pictures: Pictures | None) -> int:
         """Puts a step that fits into the static inputs, with its pictures; the size of its graph."""
         size = self._graphs.size_for(len(packed.ids))
-        lines = self._lines(packed, size)
+        lines, behind = self._put_lines(packed, size)
         if pictures is not None:
             lines[_SOURCE, pictures.places] = _PICTURE
             self._x.index_copy_(0, to_device(pictures.places, self._device), pictures.rows)
-        self._load(lines, self._pieces.fill(size, packed.table, packed.last))
+        self._send(lines, self._pieces.fill(behind, size, packed.table, packed.last))
         return size
 
     def run(self, size: int, rows: int) -> torch.Tensor:
