@@ -1,6 +1,7 @@
 """Several tokens of an answer in one step: whatever is drafted, the answer is the one without drafts."""
 
 import random
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -529,6 +530,43 @@ def test_a_form_s_answers_go_on_in_every_step_beside_others():
 
     answer, last = steps()
     assert (answer, 2 * last) == steps(waits=False) and last == len(answer) - 1
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_request_is_not_looked_at_while_the_device_waits_for_the_next_step(monkeypatch, known):
+    monkeypatch.setattr("tessera.engine.engine._LONGEST_HURRY_S", 60)
+    engine, runner = make_engine(async_launch=True)
+    engine.scheduler.tokens_should_be_known = lambda batch: known
+    engine.submit(make_request([1], "first", max_tokens=20))
+    engine.step()
+    engine.step()
+    schedule, launch, seen = engine.scheduler.schedule, runner.launch, []
+    other = threading.Thread(target=engine.submit, args=[make_request([2], "second", max_tokens=3)])
+
+    def planned(*given):
+        other.start()
+        other.join(0.2)
+        seen.append(other.is_alive())
+        engine.scheduler.schedule = schedule
+        return schedule(*given)
+
+    engine.scheduler.schedule = planned
+    events = engine.step()
+    other.join()
+    assert seen == [known]
+    assert ends(events + run(engine)) == {"first": "length", "second": "length"}
+
+
+def test_a_step_that_fails_leaves_nobody_waiting(monkeypatch):
+    engine, runner = make_engine(async_launch=True)
+    engine.scheduler.tokens_should_be_known = lambda batch: True
+    engine.submit(make_request([1], "first", max_tokens=20))
+    engine.step()
+    monkeypatch.setattr(runner, "launch", lambda batch: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine.text_of(engine.fail_all("it broke"))
+    assert engine._unhurried.is_set()
 
 
 def test_what_a_request_gives_along_is_drafted():

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _LANE_PART = 4  # a quarter of the sequences that may run may follow slow grammars
 _LANE_WAIT_S = 0.02  # for masks or a request, where nothing else is to be done; then deadlines are looked at again
+# A request is looked at beside the steps, but not while the device waits for the next: the interpreter is one.
+_LONGEST_HURRY_S = 0.02
 
 
 class Engine:
@@ -74,6 +76,8 @@ class Engine:
         self._under_way: deque[tuple[ScheduledBatch, SampledRows]] = deque()  # launched, not yet applied
         self._applying_ns = 0  # what it took to take the tokens of the step applied last
         self._news = Progress()  # of the step under way
+        self._unhurried = threading.Event()  # not set while the device waits for the thread that steps
+        self._unhurried.set()
         self._lock = threading.Lock()  # guards what follows
         self._live: dict[int, Sequence] = {}  # by request number, until their ends are told
         self._arrived: list[Sequence] = []
@@ -116,15 +120,18 @@ class Engine:
         began, began_ns, known = _waited_ns(), time.perf_counter_ns(), not self._under_way
         batch = self._plan()
         if not batch.spans and self._lane and not self._under_way:
+            self._unhurried.set()
             self._lane.wait(_LANE_WAIT_S)
         if batch.spans:
             self._mark_scheduled(batch)
             launched = self._runner.launch(batch)
             self._under_way.append((batch, launched))
+            self._unhurried.set()
             waiting_ns, launching_ns = launched.begun_ns - began_ns, time.perf_counter_ns() - launched.begun_ns
             self.scheduler.load.record_host_time(known, self._applying_ns + waiting_ns, launching_ns)
         self.metrics.host_wait_ns += _waited_ns() - began
         self._apply_until(int(bool(batch.spans) and self._runner.async_launch))
+        self._unhurried.set()
         return self._emit(batch)
 
     def has_work(self) -> bool:
@@ -138,8 +145,10 @@ class Engine:
 
         Raises InvalidRequest when it is malformed or can never fit, Unavailable when too many are in flight.
         """
+        self._unhurried.wait(_LONGEST_HURRY_S)
         request.validate(self._runner.vocab_size, self._runner.hidden_size, self._runner.position_axes)
         sequence = self._new_sequence(request)
+        self.scheduler.blocks.prepare(sequence)
         with self._lock:
             if self._closed:
                 raise Unavailable(self._closed)
@@ -163,6 +172,7 @@ class Engine:
     def fail_all(self, error: str) -> Progress:
         """Ends every request that a step may have seen with reason "error"; the engine then starts afresh."""
         self._under_way.clear()
+        self._unhurried.set()
         self.scheduler.drop_all()
         with self._lock:
             unseen = {sequence.request.number for sequence in self._arrived}
@@ -287,6 +297,8 @@ class Engine:
 
     def _apply(self, batch: ScheduledBatch, result: SampledRows) -> None:
         tokens = result.tokens()
+        if not self._under_way:
+            self._unhurried.clear()
         began_ns = time.perf_counter_ns()
         verified = [each.drafting for each in batch.sampling if each.drafting is not None] if batch.drafted else []
         self.metrics.accepted_tokens -= sum(each.accepted for each in verified)

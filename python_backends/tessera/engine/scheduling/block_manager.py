@@ -43,6 +43,11 @@ class BlockManager:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
+    def prepare(self, sequence: Sequence) -> None:
+        """Finds what a sequence's blocks are asked for by, before any thread but the caller's knows it."""
+        for number in range(min(sequence.known - 1, sequence.cache_limit) // self.block_size):
+            self._identity(sequence, number)
+
     def admit(self, sequence: Sequence, reserve: int = 0) -> bool:
         """Gives a sequence that holds nothing blocks for all its tokens, reusing the longest cached prefix.
 
