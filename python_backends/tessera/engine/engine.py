@@ -21,7 +21,7 @@ from tessera.engine.process.messages import End, EngineMetrics, Progress
 from tessera.engine.scheduling.block_manager import BlockManager, image_cache_ids
 from tessera.engine.scheduling.policies import LEAST_CHUNK, LEAST_CHUNK_OF_EXPERTS, CostModel, Load, Rules
 from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
-from tessera.engine.sequence import Request, Sequence
+from tessera.engine.sequence import Request, SampledToken, Sequence
 from tessera.engine.structured_output.constraints import Constraints
 from tessera.engine.structured_output.labels import LabelScorer, label_token_ids
 from tessera.engine.structured_output.sequences import ConstrainedSequence, LabelSequence, MaskLane
@@ -75,6 +75,8 @@ class Engine:
         self._cache_secret = secrets.token_bytes(16)
         self._under_way: deque[tuple[ScheduledBatch, SampledRows]] = deque()  # launched, not yet applied
         self._applying_ns = 0  # what it took to take the tokens of the step applied last
+        #: of applied steps that are not told yet: when their tokens were there, and who took which
+        self._taken: list[tuple[int, list[tuple[Sequence, list[SampledToken]]]]] = []
         self._news = Progress()  # of the step under way
         self._unhurried = threading.Event()  # not set while the device waits for the thread that steps
         self._unhurried.set()
@@ -173,6 +175,7 @@ class Engine:
         """Ends every request that a step may have seen with reason "error"; the engine then starts afresh."""
         self._under_way.clear()
         self._unhurried.set()
+        self._tell()
         self.scheduler.drop_all()
         with self._lock:
             unseen = {sequence.request.number for sequence in self._arrived}
@@ -273,7 +276,11 @@ class Engine:
             ended = [(self._live[number], reason) for number, reason in cancelled.items() if number in self._live]
         for sequence in arrived:
             self.scheduler.add(sequence)
+        if ended:
+            self._tell()
         for sequence, reason in ended:
+            if sequence.finish_reason is not None:  # of itself, in the step that was applied last
+                continue
             sequence.error = sequence.failure
             self.scheduler.cancel(sequence, reason)
             self._end(sequence)
@@ -296,32 +303,33 @@ class Engine:
             self._apply(*self._under_way.popleft())
 
     def _apply(self, batch: ScheduledBatch, result: SampledRows) -> None:
+        """What the next plan depends on; all else is :meth:`_tell`'s, for which the device need not wait."""
         tokens = result.tokens()
         if not self._under_way:
             self._unhurried.clear()
         began_ns = time.perf_counter_ns()
-        verified = [each.drafting for each in batch.sampling if each.drafting is not None] if batch.drafted else []
-        self.metrics.accepted_tokens -= sum(each.accepted for each in verified)
-        taken = self.scheduler.apply(batch, tokens)
+        self._taken.append((time.monotonic_ns(), self.scheduler.apply(batch, tokens)))
         self._lane.begin()
         device_ns = result.device_ns()
         self.scheduler.record_step_time(batch, device_ns)
         self.metrics.busy_ns += device_ns
-        now = time.monotonic_ns()
-        for sequence, answer in taken:
-            sequence.first_token_ns = sequence.first_token_ns or now
-            number = sequence.request.number
-            for token, report in answer:
-                self._news.tokens.append((number, token, report))
-            if sequence.finish_reason is not None:  # not sequence.finished: once a token
-                self._end(sequence)
-                if sequence.error is not None:
-                    self.metrics.not_finite_logits += not sequence.finite
-                    _LOG.error("request %r: %s", sequence.request.request_id, sequence.error)
         self.metrics.drafted_steps += bool(batch.drafted)
-        self.metrics.drafted_tokens += batch.drafted
-        self.metrics.accepted_tokens += sum(each.accepted for each in verified)
         self._applying_ns = time.perf_counter_ns() - began_ns
+
+    def _tell(self) -> None:
+        """Puts into the news what applied steps gave."""
+        told, self._taken = self._taken, []
+        for now, taken in told:
+            for sequence, answer in taken:
+                sequence.first_token_ns = sequence.first_token_ns or now
+                number = sequence.request.number
+                for token, report in answer:
+                    self._news.tokens.append((number, token, report))
+                if sequence.finish_reason is not None:  # not sequence.finished: once a token
+                    self._end(sequence)
+                    if sequence.error is not None:
+                        self.metrics.not_finite_logits += not sequence.finite
+                        _LOG.error("request %r: %s", sequence.request.request_id, sequence.error)
 
     def _end(self, sequence: Sequence) -> None:
         number, reason = sequence.request.number, sequence.finish_reason or ""
@@ -331,6 +339,8 @@ class Engine:
         drafted, pool = (0, 0), sequence.request.sampling.draft_pool
         if sequence.drafting is not None:
             drafted = sequence.drafting.proposed, sequence.drafting.accepted
+            self.metrics.drafted_tokens += drafted[0]
+            self.metrics.accepted_tokens += drafted[1]
             if pool is not None:
                 self._earlier.add(pool, sequence.outputs)
         sequence.embeddings = None
@@ -339,6 +349,7 @@ class Engine:
         self._news.ends.append(End(number, reason, sequence.error, *times, sequence.labels, drafted_tokens=drafted))
 
     def _emit(self, batch: ScheduledBatch) -> Progress:
+        self._tell()
         metrics, scheduler = self.metrics, self.scheduler
         metrics.steps += bool(batch.spans)
         metrics.graph_steps = self._runner.graph_steps

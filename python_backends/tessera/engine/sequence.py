@@ -227,7 +227,9 @@ class Sequence:
             return chosen if self._accept(*chosen[0]) else []
         draft, self.draft = self.draft, ()
         tokens = [token for token, _ in chosen]
-        right = next((place for place, token in enumerate(draft) if tokens[place] != token), len(draft))
+        right = 0
+        while right < len(draft) and tokens[right] == draft[right]:
+            right += 1
         if not self._take_all(tokens[: right + 1]):
             right = 0
             while self._accept(*chosen[right]) and not self.finished and right < len(draft):

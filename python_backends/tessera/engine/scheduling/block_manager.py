@@ -120,6 +120,8 @@ class BlockManager:
     def shrink(self, sequence: Sequence) -> None:
         """Takes back the blocks beyond a sequence's end, which labels may move back, and drafts that were wrong."""
         kept = self.blocks_for(sequence.length)
+        if kept >= len(sequence.block_table):
+            return
         beyond = sequence.block_table[kept:]
         self._give_back(sequence, kept)
         for block in beyond:  # nobody would find what was written there: they go before those that may be found

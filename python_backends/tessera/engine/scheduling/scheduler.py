@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 
 from tessera.engine.scheduling import policies
 from tessera.engine.scheduling.block_manager import BlockManager
@@ -80,9 +79,7 @@ class Scheduler:
             return False
         return tokens_should_be_known(self.load, batch.tokens - batch.rows)
 
-    def apply(
-        self, batch: ScheduledBatch, sampled: SequenceType[SampledToken]
-    ) -> list[tuple[Sequence, list[SampledToken]]]:
+    def apply(self, batch: ScheduledBatch, sampled: list[SampledToken]) -> list[tuple[Sequence, list[SampledToken]]]:
         """Gives the batch's sampling sequences their tokens, of each of the batch's ``rows`` one, and releases the
         sequences that ended by them.
 
@@ -262,14 +259,12 @@ class Scheduler:
         self.blocks.release(sequence)
 
 
-def _by_sequence(batch: ScheduledBatch, sampled: SequenceType[SampledToken]) -> Iterator[list[SampledToken]]:
-    if not batch.drafted:
-        yield from ([token] for token in sampled)
-        return
-    rows = iter(sampled)
+def _by_sequence(batch: ScheduledBatch, sampled: list[SampledToken]) -> Iterator[list[SampledToken]]:
+    first = 0
     for span in batch.spans:
         if span.samples:
-            yield list(islice(rows, span.samples))
+            yield sampled[first : first + span.samples]
+            first += span.samples
 
 
 @dataclass(slots=True)  # not frozen: one is made for every token, and that takes three times as long
