@@ -27,7 +27,6 @@ GOALS: dict[str, tuple[Claim, ...]] = {
                "pages.*.c10.ratio", "pages.c10.ceiling"),
         _claim("1.15", "the same, 96 pages in flight", "replay --loads saturated", "pages.saturated.ratio",
                "pages.saturated.ceiling"),
-        _claim("", "the same, were every token drafted, and rightly", "replay --right", "pages.*.right.ratio"),
         _claim("2", "`tessera parse` by the default model on a CPU", "parse --gpus ''", "cpu.pages.ratio"),
         _claim("", "the same were crops' tokens but the first at no cost", "ceiling --gpus ''", "cpu.pages.ceiling"),
     ),
