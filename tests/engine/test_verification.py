@@ -26,7 +26,7 @@ from test_random_mixes import BLOCK, ROWS, STOP, chosen
 from tessera.engine.drafts.drafter import Drafting, Expected, Proposal
 from tessera.engine.execution import penalties
 from tessera.engine.scheduling.draft_lengths import draft_lengths, tokens_should_be_known
-from tessera.engine.scheduling.policies import CostModel, Load
+from tessera.engine.scheduling.policies import TILE, CostModel, Load, StepBudget
 from tessera.engine.sequence import NOT_FINITE, Report, Sequence
 from tessera.engine.structured_output.constraints import Constraints
 from tessera.prompt.sampling import SamplingParameters
@@ -497,6 +497,13 @@ def test_what_the_host_took_long_ago_is_tried_again():
     assert steps < 3000
     load_.record_host_time(True, 0, int(3e6))
     assert load_.busy[True].ns == 3e6
+
+
+@pytest.mark.parametrize("drafted", [0, 1, 31, 33, 100, 991])
+def test_a_step_with_drafts_has_whole_tiles_and_as_many_prompts_as_without(drafted):
+    left = StepBudget(most=1024, full=320, short=64, urgent=0).beside(drafted)
+    assert left.most == 1024 - drafted and left.short == min(64, left.most)
+    assert (left.full + drafted) % TILE == 0 and (abs(left.full - 320) <= TILE / 2 or left.full == left.most)
 
 
 def test_rows_of_a_step_have_a_limit():

@@ -346,9 +346,10 @@ class StepBudget:
         return self.short if self.urgent < priority else self.full
 
     def beside(self, drafted: int) -> StepBudget:
-        """What drafts of this many tokens leave of the step; as many for prompts as without them, where they fit."""
-        most = self.most - drafted
-        return StepBudget(most, min(self.full, most), min(self.short, most), self.urgent)
+        """What drafts of this many tokens leave of the step: about as many for prompts as without them, where they fit,
+        and whole tiles with them."""
+        most, tiles = self.most - drafted, (self.full + drafted + TILE // 2) // TILE
+        return StepBudget(most, min(tiles * TILE - drafted, most), min(self.short, most), self.urgent)
 
     def share(self, sequence: Sequence, pending: int, left: int) -> int:
         """How many of its pending tokens a step takes that has this many left."""
