@@ -22,28 +22,26 @@ class Staging:
 
     def __init__(self, target: torch.Tensor) -> None:
         self._target = target
-        self._twins = [
-            torch.zeros(target.shape, dtype=target.dtype, pin_memory=True) if target.is_cuda else target
-            for _ in range(_TWINS)
-        ]
+        self._twins = [target]
+        self._copied: list[torch.cuda.Event] = []
+        if target.is_cuda:
+            self._twins = [torch.zeros(target.shape, dtype=target.dtype, pin_memory=True) for _ in range(_TWINS)]
+            self._copied = [torch.cuda.Event() for _ in self._twins]
         self._views = [twin.numpy() for twin in self._twins]
-        self._copied: list[Moment | None] = [None] * _TWINS
         self._turn = 0
 
     def front(self) -> np.ndarray:
         """What :meth:`send` copies, with whatever it held."""
-        self._turn = (self._turn + 1) % _TWINS
-        copied = self._copied[self._turn]
-        if copied is not None:
-            copied.wait()
+        self._turn = (self._turn + 1) % len(self._twins)
+        if self._copied:
+            self._copied[self._turn].synchronize()  # of one never recorded at once
         return self._views[self._turn]
 
     def send(self, count: int) -> None:
         """Copies the first ``count`` of :meth:`front`, in the order of the current stream."""
-        twin = self._twins[self._turn]
-        if twin is not self._target:
-            self._target[:count].copy_(twin[:count], non_blocking=True)
-            self._copied[self._turn] = Moment(self._target.device)
+        if self._copied:
+            self._target[:count].copy_(self._twins[self._turn][:count], non_blocking=True)
+            self._copied[self._turn].record(_stream(self._target.device))
 
 
 def uploadable(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
