@@ -77,6 +77,7 @@ class Engine:
         self._applying_ns = 0  # what it took to take the tokens of the step applied last
         #: of applied steps that are not told yet: when their tokens were there, and who took which
         self._taken: list[tuple[int, list[tuple[Sequence, list[SampledToken]]]]] = []
+        self._ran: list[tuple[ScheduledBatch, SampledRows]] = []  # applied, but how long they took is not noted yet
         self._news = Progress()  # of the step under way
         self._unhurried = threading.Event()  # not set while the device waits for the thread that steps
         self._unhurried.set()
@@ -174,6 +175,7 @@ class Engine:
     def fail_all(self, error: str) -> Progress:
         """Ends every request that a step may have seen with reason "error"; the engine then starts afresh."""
         self._under_way.clear()
+        self._ran.clear()  # a lost device would not say
         self._unhurried.set()
         self._tell()
         self.scheduler.drop_all()
@@ -303,17 +305,14 @@ class Engine:
             self._apply(*self._under_way.popleft())
 
     def _apply(self, batch: ScheduledBatch, result: SampledRows) -> None:
-        """What the next plan depends on; all else is :meth:`_tell`'s, for which the device need not wait."""
+        """What the next plan depends on; all else is :meth:`_emit`'s, for which the device need not wait."""
         tokens = result.tokens()
         if not self._under_way:
             self._unhurried.clear()
         began_ns = time.perf_counter_ns()
         self._taken.append((time.monotonic_ns(), self.scheduler.apply(batch, tokens)))
         self._lane.begin()
-        device_ns = result.device_ns()
-        self.scheduler.record_step_time(batch, device_ns)
-        self.metrics.busy_ns += device_ns
-        self.metrics.drafted_steps += bool(batch.drafted)
+        self._ran.append((batch, result))
         self._applying_ns = time.perf_counter_ns() - began_ns
 
     def _tell(self) -> None:
@@ -351,6 +350,12 @@ class Engine:
     def _emit(self, batch: ScheduledBatch) -> Progress:
         self._tell()
         metrics, scheduler = self.metrics, self.scheduler
+        for ran, result in self._ran:
+            device_ns = result.device_ns()
+            scheduler.record_step_time(ran, device_ns)
+            metrics.busy_ns += device_ns
+            metrics.drafted_steps += bool(ran.drafted)
+        self._ran.clear()
         metrics.steps += bool(batch.spans)
         metrics.graph_steps = self._runner.graph_steps
         metrics.computed_tokens += batch.tokens

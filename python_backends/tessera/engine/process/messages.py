@@ -142,7 +142,7 @@ class EngineMetrics:
     ``prompts`` began in ``prefill_steps`` of the ``steps``. ``graph_steps``: steps that ran as a CUDA graph;
     ``busy_ns``: time in which a step ran. ``host_wait_ns``: time that planning and launching took beyond what they
     computed, which on a GPU is waiting for the interpreter's lock, or for room in the GPU's queue. ``drafted_steps``
-    verified ``drafted_tokens``, of which ``accepted_tokens`` were right.
+    verified drafts; of answers that have ended ``drafted_tokens`` were verified and ``accepted_tokens`` were right.
     ``not_finite_logits``: requests that ended because their logits were NaN or infinite.
     """
 
