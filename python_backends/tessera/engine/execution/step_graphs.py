@@ -58,7 +58,7 @@ class _StepGraphs:
         self._hidden = torch.zeros((hidden_rows, model.config.hidden_size), dtype=weight.dtype, device=weight.device)
 
     def _put_lines(self, packed: PackedBatch, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """A step's rows, int64 [header, size], and what lies behind them, on the host; :meth:`_send` copies both."""
+        """A step's rows, int64 [header, size], and what lies behind them, on the host, for ``_staging`` to send."""
         count, flat = len(packed.ids), self._staging.front()
         lines = flat[: self._header * size].reshape(-1, size)
         lines[:, count:] = 0
@@ -67,9 +67,6 @@ class _StepGraphs:
         lines[_ROPE_LENGTHS, :count] = packed.rope_lengths
         lines[_POSITIONS:, :count] = packed.positions
         return lines, flat[lines.size :]
-
-    def _send(self, lines: np.ndarray, behind: int) -> None:
-        self._staging.send(lines.size + behind)
 
     def _fill_with_dummies(self, size: int) -> None:
         self._inputs.zero_()
@@ -159,7 +156,7 @@ class DecodeGraphs(_StepGraphs):
         given = behind[: (1 + table.blocks.shape[1]) * size].reshape(-1, size)
         given[:, count:] = 0
         given[0, :count], given[1:, :count] = table.context, table.blocks.T
-        self._send(lines, given.size)
+        self._staging.send(lines.size + given.size)
         return size
 
     def _run_greedy(self, size: int) -> None:
@@ -234,7 +231,7 @@ class PromptGraphs(_StepGraphs):
         if pictures is not None:
             lines[_SOURCE, pictures.places] = _PICTURE
             self._x.index_copy_(0, to_device(pictures.places, self._device), pictures.rows)
-        self._send(lines, self._pieces.fill(behind, size, packed.table, packed.last))
+        self._staging.send(lines.size + self._pieces.fill(behind, size, packed.table, packed.last))
         return size
 
     def run(self, size: int, rows: int) -> torch.Tensor:

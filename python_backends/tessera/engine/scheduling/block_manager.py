@@ -45,7 +45,7 @@ class BlockManager:
 
     def prepare(self, sequence: Sequence) -> None:
         """Finds what a sequence's blocks are asked for by, before any thread but the caller's knows it."""
-        for number in range(min(sequence.known - 1, sequence.cache_limit) // self.block_size):
+        for number in self._reusable(sequence):
             self._identity(sequence, number)
 
     def admit(self, sequence: Sequence, reserve: int = 0) -> bool:
@@ -162,9 +162,13 @@ class BlockManager:
         revived = sum(self._holders[block] == 0 for block in reused)
         return fresh + revived + reserve <= len(self._free)
 
+    def _reusable(self, sequence: Sequence) -> range:
+        """Its blocks that may be found written already; its last position must run."""
+        return range(min(sequence.known - 1, sequence.cache_limit) // self.block_size)
+
     def _match(self, sequence: Sequence) -> array[int]:
         blocks = array("q")
-        for number in range(min(sequence.known - 1, sequence.cache_limit) // self.block_size):
+        for number in self._reusable(sequence):
             parent, key, ids = self._identity(sequence, number)
             block = self._index.find(key, parent, ids)
             if block is None:
