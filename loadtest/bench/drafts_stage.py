@@ -9,7 +9,6 @@ It is the engine's own process too, where the marks are read.
 import os
 import sys
 from collections.abc import Sequence as SequenceType
-from itertools import takewhile
 from pathlib import Path
 
 from tessera.engine import engine
@@ -26,15 +25,20 @@ class Marked(engine.TextDraft):
     """In place of a text's drafter."""
 
     def propose(self, outputs: SequenceType[int], most: int) -> list[int]:
-        return list(takewhile(NONE.__ne__, self._tokens[len(outputs) : len(outputs) + most]))
+        tokens = self._tokens[len(outputs) : len(outputs) + most]
+        return tokens[: tokens.index(NONE)] if NONE in tokens else tokens
 
 
 def taken(sequence: Sequence, chosen: list[SampledToken]) -> list[SampledToken]:
     """As if the model had chosen what is marked as right, whether it was proposed or not. By itself it hardly ever
-    chooses one of the marks, each of which is two letters of the request's draft."""
-    marks, said = sequence.request.sampling.draft or "", len(sequence.outputs)
-    right = (marks[2 * place + 1 : 2 * place + 2] == "=" for place in range(said, said + len(chosen)))
-    return take(sequence, [(RIGHT, each[1]) if ours else each for ours, each in zip(right, chosen)])
+    chooses one of the marks, each of which is two letters of the request's draft. In few words, for the device waits
+    for it."""
+    said = len(sequence.outputs)
+    marks = (sequence.request.sampling.draft or "")[2 * said + 1 : 2 * (said + len(chosen)) : 2]
+    if "=" in marks:
+        ours = [(RIGHT, each[1]) if mark == "=" else each for mark, each in zip(marks, chosen)]
+        chosen = ours + chosen[len(ours) :]
+    return take(sequence, chosen)
 
 
 if __name__ == "__main__":
