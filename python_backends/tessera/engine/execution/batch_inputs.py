@@ -108,13 +108,12 @@ def _advanced(batch: ScheduledBatch, block_size: int, before: PackedBatch) -> Pa
 def _padded(tables: SequenceType[array[int]]) -> np.ndarray:
     """int64 [s, most blocks]: what is shorter than others is filled up with its own first block, as a backend may read,
     and mask, what lies there."""
-    most = max(map(len, tables))
-    parts = []
-    for table in tables:
-        parts.append(table)
-        if len(table) < most:
-            parts.append(table[:1] * (most - len(table)))
-    return np.frombuffer(bytearray().join(parts), np.int64).reshape(-1, most)
+    lengths = np.array([len(table) for table in tables])
+    known, columns = np.frombuffer(b"".join(tables), np.int64), np.arange(lengths.max())
+    blocks = np.empty((len(tables), len(columns)), np.int64)
+    blocks[:] = known[lengths.cumsum() - lengths][:, None]
+    blocks[columns < lengths[:, None]] = known
+    return blocks
 
 
 def fill_in(ids: torch.Tensor, source: torch.Tensor, last_sampled: torch.Tensor) -> torch.Tensor:
