@@ -115,6 +115,7 @@ class Engine:
         should end first or its tokens should be known. Rows of pictures may be reused when their request's end is told:
         every step that reads them has been applied by then. If this raises, call :meth:`fail_all`.
         """
+        self._cancel_overdue()
         if self._under_way:
             last = self._under_way[-1][0]
             self._lane.in_steps = self.scheduler.tokens_should_be_known(last)
@@ -132,6 +133,7 @@ class Engine:
             self._unhurried.set()
             waiting_ns, launching_ns = launched.begun_ns - began_ns, time.perf_counter_ns() - launched.begun_ns
             self.scheduler.load.record_host_time(known, self._applying_ns + waiting_ns, launching_ns)
+            self.scheduler.offer(batch)
         self.metrics.host_wait_ns += _waited_ns() - began
         self._apply_until(int(bool(batch.spans) and self._runner.async_launch))
         self._unhurried.set()
@@ -264,17 +266,21 @@ class Engine:
             )
         return labels
 
-    def _plan(self) -> ScheduledBatch:
-        """New requests into the queue, cancelled and overdue ones out, wherever they are; then the next batch."""
+    def _cancel_overdue(self) -> None:
+        """And what cannot go on; before anything that the device waits for."""
         now = time.monotonic_ns()
+        with self._lock:
+            for number, sequence in self._live.items():
+                if sequence.request.deadline_ns is not None and sequence.request.deadline_ns <= now:
+                    self._cancelled.setdefault(number, "deadline")
+                elif sequence.failure is not None:
+                    self._cancelled.setdefault(number, "error")
+
+    def _plan(self) -> ScheduledBatch:
+        """New requests into the queue, cancelled ones out, wherever they are; then the next batch."""
         with self._lock:
             arrived, self._arrived = self._arrived, []
             cancelled, self._cancelled = self._cancelled, {}
-            for number, sequence in self._live.items():
-                if sequence.request.deadline_ns is not None and sequence.request.deadline_ns <= now:
-                    cancelled.setdefault(number, "deadline")
-                elif sequence.failure is not None:
-                    cancelled.setdefault(number, "error")
             ended = [(self._live[number], reason) for number, reason in cancelled.items() if number in self._live]
         for sequence in arrived:
             self.scheduler.add(sequence)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tessera.engine.drafts.drafter import Drafting
 
 
-_PLACES = 64  # made at a time for an answer's tokens, at first
+_PLACES = 512  # made at a time for an answer's tokens, at first
 NOT_FINITE = -1
 """In a token's place: the model's logits held NaN or an infinity, so there is none."""
 
@@ -60,15 +60,13 @@ class Sequence:
     that a step may be planned while the one before it still runs. The step in flight may verify a ``draft``: tokens
     that are taken to follow the known ones, of which each position chooses the next token, so that between one and
     all of these and one more become known. What follows the prompt has on all of its ``position_axes`` the same rotary
-    position: its place plus ``position_offset``. ``identities`` int64 [n] or
-    [n, 1 + axes] is what prefixes are compared by: the ``cache_ids`` int64 [n] and, where the request gave any, the
-    rotary positions.
+    position: its place plus ``position_offset``.
     """
 
     # Else, with more of them than CPython keeps in an object's own place, each is looked up in a dict of its own.
     __slots__ = (
         *("request", "rank", "prompt_length", "max_tokens", "seed", "ends", "stop_ids", "image_positions"),
-        *("embeddings", "ids", "position_axes", "position_offset", "identities", "cache_ids", "cache_limit"),
+        *("embeddings", "ids", "position_axes", "position_offset", "identities", "cache_limit"),
         *("cache_salt", "outputs", "drafting", "draft", "in_flight", "computed", "block_table", "block_keys"),
         *("committed", "offered", "cached_tokens", "follows", "finish_reason", "error", "finite", "scheduled_ns"),
         *("first_token_ns", "_greedy_from", "likeliest"),
@@ -116,14 +114,15 @@ class Sequence:
         self.ids = prompt.astype(np.int64)
         self.ids[self.image_positions] = 0  # their rows come from embeddings; the ids need not be valid
         self.position_axes, self.position_offset = 1, 0
-        self.identities = self.cache_ids = self.ids.copy()
+        #: what the prompt's prefixes are compared by, int64 [n] or [n, 1 + axes]: ids, of pictures' rows those that
+        #: stand for them, and, where the request gave any, the rotary positions
+        self.identities = self.ids.copy()
+        if image_cache_ids is not None:
+            self.identities[self.image_positions] = image_cache_ids
         if request.positions is not None:
             self.position_axes = len(request.positions)
             self.position_offset = int(request.positions.max()) + 1 - self.prompt_length
-            self.identities = np.column_stack([self.ids, request.positions.T])
-            self.cache_ids = self.identities[:, 0]
-        if image_cache_ids is not None:
-            self.cache_ids[self.image_positions] = image_cache_ids
+            self.identities = np.column_stack([self.identities, request.positions.T])
         self.cache_limit = self.prompt_length + self.max_tokens if cache_limit is None else cache_limit
         self.cache_salt = cache_salt
         self.outputs: list[int] = []
@@ -242,12 +241,12 @@ class Sequence:
         return chosen[: right + self.finite]
 
     def _take_all(self, tokens: list[int]) -> bool:
-        """Takes several tokens at once, if none of them can end the answer."""
+        """Takes a draft's first tokens and one more, if none of them can end the answer."""
         outputs, place = self.outputs, self.known
         ends = len(outputs) + len(tokens) >= self.max_tokens or not self.stop_ids.isdisjoint(tokens)
         if ends or NOT_FINITE in tokens:
             return False
-        self.ids[place : place + len(tokens)] = self.cache_ids[place : place + len(tokens)] = tokens
+        self.ids[place + len(tokens) - 1] = tokens[-1]  # the others stand there since :meth:`expect`
         outputs.extend(tokens)
         return True
 
@@ -260,7 +259,7 @@ class Sequence:
             self.error = f"the model's logits are NaN or infinite ({step}, position {self.known - 1})"
             return False
         place = self.prompt_length + len(outputs)  # not self.known: once a token
-        self.ids[place] = self.cache_ids[place] = token
+        self.ids[place] = token
         outputs.append(token)
         if token in self.stop_ids and len(outputs) >= self.request.sampling.min_tokens:
             self.finish_reason = "stop"
@@ -278,19 +277,23 @@ class Sequence:
             self.ids[self.known : self.known + len(draft)] = draft
 
     def _make_places(self) -> None:
-        """Lengthens the arrays where they end with the planned positions; few answers come near their limit."""
-        start = len(self.ids)
-        if self.length < start:
-            return
+        """Lengthens the ids where they end with the planned positions; few answers come near their limit."""
         end = min(self.length + max(len(self.outputs), _PLACES), self.prompt_length + self.max_tokens)
-        new = np.zeros(end - start, np.int64)
-        self.ids = np.concatenate([self.ids, new])
-        if self.request.positions is None:
-            self.identities = self.cache_ids = np.concatenate([self.cache_ids, new])
-        else:
-            after = np.tile(np.arange(start, end) + self.position_offset, (self.position_axes, 1))
-            self.identities = np.concatenate([self.identities, np.column_stack([new, after.T])])
-            self.cache_ids = self.identities[:, 0]
+        if self.length >= len(self.ids) < end:
+            self.ids = np.concatenate([self.ids, np.zeros(end - len(self.ids), np.int64)])
+
+    def identity(self, start: int, end: int) -> bytes:
+        """What the known positions [start, end) are compared by where prefixes are: ``identities``, and what they would
+        be of the answer."""
+        of_prompt, first = self.identities[start:end].tobytes(), max(start, self.prompt_length)
+        if first >= end:
+            return of_prompt
+        said = self.ids[first:end]
+        if self.request.positions is not None:
+            rows = np.empty((end - first, 1 + self.position_axes), np.int64)
+            rows[:, 0], rows[:, 1:] = said, np.arange(first, end)[:, None] + self.position_offset
+            said = rows
+        return of_prompt + said.tobytes()
 
     def image_rows(self, start: int, end: int) -> tuple[np.ndarray, slice]:
         """Picture rows inside [start, end): their positions, and which of ``embeddings``' rows they are."""

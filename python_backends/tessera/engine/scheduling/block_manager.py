@@ -90,11 +90,11 @@ class BlockManager:
 
     def advance(self, sequence: Sequence, end: int) -> bool:
         """For a planned step that computes the positions up to ``end``; False, changing nothing, if too few blocks are
-        free."""
+        free. What it writes of the prompt may be found from now on, by those that the same step begins."""
         if end > len(sequence.block_table) * self.block_size and not self.grow(sequence, end):
             return False
         sequence.computed = end
-        if end // self.block_size > sequence.committed:
+        if min(end, sequence.prompt_length) // self.block_size > sequence.committed:
             self.commit(sequence)
         return True
 
@@ -179,7 +179,7 @@ class BlockManager:
     def _identity(self, sequence: Sequence, number: int) -> tuple[bytes, bytes, bytes]:
         """(parent key, key, identities) of the sequence's block ``number``; those before it were asked for already."""
         keys = sequence.block_keys
-        ids = sequence.identities[number * self.block_size : (number + 1) * self.block_size].tobytes()
+        ids = sequence.identity(number * self.block_size, (number + 1) * self.block_size)
         parent = keys[number - 1] if number else PrefixIndex.root(sequence.cache_salt)
         if len(keys) == number:
             keys.append(PrefixIndex.chain(parent, ids))

@@ -95,17 +95,24 @@ class Scheduler:
                     self.blocks.invalidate(sequence.block_keys)
                 continue
             taken.append((sequence, sequence.take(chosen)))
-            if drafted and sequence.finite:
-                self.blocks.commit(sequence)
             if sequence.finish_reason is not None:
                 if not sequence.finite:
                     self.blocks.invalidate(sequence.block_keys)
+                elif drafted:
+                    self.blocks.commit(sequence)
                 self._remove(sequence)
             elif drafted or sequence.rewinds:
                 self.blocks.shrink(sequence)
         if self.load.drafts and taken:
             self.load.record_pace(sum(len(answer) for _, answer in taken), len(taken))
         return taken
+
+    def offer(self, batch: ScheduledBatch) -> None:
+        """What a launched batch's answers have written may be found from now on. Their hashes can wait until the device
+        need not."""
+        for span in batch.spans:
+            if span.end // self.blocks.block_size > span.sequence.committed:
+                self.blocks.commit(span.sequence)
 
     def record_step_time(self, batch: ScheduledBatch, device_ns: int) -> None:
         """How long a planned batch ran."""
@@ -243,6 +250,7 @@ class Scheduler:
         """It waits as the first of its priority."""
         self.preemptions += 1
         self.running.remove(victim)
+        self.blocks.commit(victim)
         self.blocks.release(victim)
         self._wait_first(victim)
 

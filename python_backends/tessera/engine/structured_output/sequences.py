@@ -155,7 +155,7 @@ class LabelSequence(Sequence):
     def _follow(self, path: tuple[int, ...]) -> None:
         self.outputs = list(path)
         self._make_places()
-        self.ids[self.prompt_length : self.known] = self.cache_ids[self.prompt_length : self.known] = path
+        self.ids[self.prompt_length : self.known] = path
 
 
 MOST_OUTSIDE = 64
