@@ -419,6 +419,26 @@ def test_what_would_have_been_right_is_known_without_verifying_it():
     assert good.expected([1] * 30, 0, 2).rows == 2 and good.expected([1] * 99, 1, 2) == Expected(0, 0)
 
 
+@pytest.mark.parametrize("followed", [True, False])
+def test_a_draft_is_expected_behind_one_in_flight_as_often_as_there_was_one(followed):
+    """A drafter that proposes three tokens at a time, and then at once again or not before the next is there."""
+
+    class Pausing(Guess):
+        def propose(self, outputs, most):
+            return [1] * 3 if followed or len(outputs) % 5 == 0 else []
+
+    drafting = Drafting([Pausing([])], VOCABULARY)
+    first, said = None, 0
+    for _ in range(30):
+        if tokens := drafting.propose([1] * said, 15).tokens:
+            drafting.learn(len(tokens), len(tokens))
+            expected = drafting.expected([1] * said, 1 + len(tokens), 15)
+            first = first or expected
+        said += 1 + len(tokens)
+    assert first.rows == 1.5 and expected.gain == pytest.approx(expected.rows, rel=0.05)
+    assert (expected.rows > 2.9) == followed and (expected.rows < 0.5) != followed
+
+
 class Running(Sequence):
     turns = 1
 
@@ -452,6 +472,19 @@ def test_steps_wait_for_tokens_where_that_gives_more_of_them(sequences, host_ns,
     load_ = load(1e2, host_ns)
     load_.running += running(**sequences)
     assert tokens_should_be_known(load_, 0) is known
+
+
+def test_answers_with_a_draft_in_flight_are_not_counted_in_the_step_that_would_be_planned_ahead():
+    """Such are proposed nothing more, but would sit that step out."""
+    load_ = load(1e2, 4e5)
+    load_.running += running(plain=9, drafted=9)
+    for sequence in load_.running[9:]:
+        sequence.drafting.learn(1, 0)
+        sequence.drafting.propose = lambda outputs, most: Proposal((), 0.0)
+    assert not tokens_should_be_known(load_, 0)
+    for sequence in load_.running[9:]:
+        sequence.draft = [2]
+    assert tokens_should_be_known(load_, 0)
 
 
 def test_steps_that_the_host_takes_longer_for_than_the_device_wait_for_tokens():

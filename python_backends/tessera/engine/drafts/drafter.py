@@ -34,6 +34,7 @@ class Expected(NamedTuple):
 
 
 _RECENT = 7 / 8  # what is known of a drafter counts as, once more is known
+_AGAIN = 1 / 2  # as long as nothing is known
 _MISSES = 2  # in a row are no accident
 _LONGEST_REST = 32  # tokens
 _PACE = 1 / 16  # so fast a prior moves towards what came of another answer's first proposal
@@ -105,9 +106,18 @@ class Drafting:
         known = {} if priors is None else priors
         self._standings = [Standing(drafter, known) for drafter in drafters]
         self._last = self._standings[0]  # whose the last proposal was
+        self._again = _AGAIN  # how often one that was verified was followed by another at once
+        self._verified = False  # the last one, and nothing was proposed since
 
     def propose(self, outputs: Sequence[int], most: int) -> Proposal:
         """What is proposed for the next step of an answer so far, maybe nothing."""
+        proposal = self._first(outputs, most)
+        if self._verified:
+            self._again += (bool(proposal.tokens) - self._again) * (1 - _RECENT)
+            self._verified = False
+        return proposal
+
+    def _first(self, outputs: Sequence[int], most: int) -> Proposal:
         for each in self._standings:
             tokens = each.propose(outputs, most)
             if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
@@ -121,16 +131,23 @@ class Drafting:
         """How many tokens of the last proposal were verified, one or more, and how many of these were right."""
         self.proposed += proposed
         self.accepted += accepted
+        self._verified = True
         self._last.learn(accepted, int(accepted < proposed))
 
     def expected(self, outputs: Sequence[int], unknown: int, most: int) -> Expected:
         """What a step may verify that knows the ``unknown`` tokens that are yet to follow ``outputs``; more than one
-        are those of a draft, and then another such is expected."""
+        are those of a draft, and another such is expected behind it as often as there was one so far: mostly what
+        could not be foretold comes first."""
         if unknown > 1:
-            share, rows, sure = self._last.share, unknown - 1, 1.0
-        else:
-            tokens, share = self.propose(outputs, most + unknown)
-            if not tokens:
-                return _NO_GAIN
-            rows, sure = max(0, len(tokens) - unknown), share**unknown
-        return Expected(rows, sure * sum(share**place for place in range(1, rows + 1)))
+            rows = unknown - 1
+            return Expected(self._again * rows, self._again * _right(self._last.share, rows))
+        tokens, share = self.propose(outputs, most + unknown)
+        if not tokens:
+            return _NO_GAIN
+        rows = max(0, len(tokens) - unknown)
+        return Expected(rows, share**unknown * _right(share, rows))
+
+
+def _right(share: float, tokens: int) -> float:
+    """How many of these are likely to be, up to the first that is not."""
+    return sum(share**place for place in range(1, tokens + 1))
