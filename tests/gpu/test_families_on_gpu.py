@@ -135,4 +135,4 @@ def test_answers_in_16_and_8_bits_begin_as_on_the_cpu(tiny: Tiny, quantization: 
     _, found, _ = answers(tiny, replace(ON_GPU, dtype="bfloat16", quantization=quantization))
     differences = [abs(a[0] - b[0]) for a, b in zip(found, expected, strict=True)]
     print(f"{quantization}: {differences}")
-    assert sorted(differences)[-3 if read_config(tiny.folder).text.experts else -1] <= 0.3
+    assert sorted(differences)[-3 if read_config(tiny.folder).text.experts else -1] <= 0.35
