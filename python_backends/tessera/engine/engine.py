@@ -267,7 +267,7 @@ class Engine:
         return labels
 
     def _cancel_overdue(self) -> None:
-        """And what cannot go on; before anything that the device waits for."""
+        """Requests whose time is over, and what cannot go on: before anything that the device waits for."""
         now = time.monotonic_ns()
         with self._lock:
             for number, sequence in self._live.items():
