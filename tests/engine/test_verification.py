@@ -11,6 +11,7 @@ from engine_fakes import (
     VOCABULARY,
     ByteTokenizer,
     Guess,
+    Known,
     draft,
     ends,
     make_engine,
@@ -341,7 +342,7 @@ def test_how_much_is_verified_follows_from_what_rows_cost_and_how_many_were_righ
     assert draft_lengths(load(1e8), proposals(0.9, 0.1), 2, 2, 100) == [0, 0]  # no row is cheaper than another
     busy = load(1e4)
     for _ in range(9):  # where launching a step is computing it, that is no reason for long ones
-        busy.record_host_time(True, 0, int(9e6))
+        busy.record_host_time(True, int(9e6))
     assert draft_lengths(busy, proposals(0.9, 0.1), 2, 2, 100) == [10, 0]
     assert draft_lengths(load(2e4), proposals(1.0, 0.9, 0.0), 50, 50, 100)[::2] == [10, 0]
     assert draft_lengths(load(), proposals(1.0, 0.5), 2, 2, 12) == [10, 2]
@@ -491,7 +492,7 @@ def test_steps_that_the_host_takes_longer_for_than_the_device_wait_for_tokens():
     load_ = load(1e2, 1.1e6)
     load_.running += running(plain=0, constrained=9)
     assert not tokens_should_be_known(load_, 0)
-    load_.record_host_time(False, int(1.1e6), int(0.4e6))
+    load_.record_host_time(False, int(1.5e6))
     assert tokens_should_be_known(load_, 0)
     load_.running += running(plain=99)
     assert not tokens_should_be_known(load_, 0)
@@ -508,27 +509,39 @@ def test_whether_steps_wait_does_not_depend_on_prompts_whose_tokens_cost_the_sam
 def test_the_hosts_time_is_the_median_of_the_recent_steps():
     load_ = load()
     for ns in (2, 9, 7, 90, 8):
-        load_.record_host_time(True, ns, 5)
+        load_.between.record(ns)
+        load_.record_host_time(True, 5 + ns)
     assert load_.between.ns == 8 and [load_.busy[known].ns for known in (False, True)] == [0, 13]
-    load_.record_host_time(False, 1, 5)
+    load_.record_host_time(False, 6)
     assert 7.9 < load_.between.ns < 8 and 12.9 < load_.busy[True].ns < 13 and load_.busy[False].ns == 6
+
+
+def test_what_the_device_waits_between_steps_is_its_own_time_and_none_where_nothing_follows_at_once():
+    engine, runner = make_engine(drafts=3, num_blocks=300)
+    runner.async_launch, waited = True, []
+    engine.scheduler.tokens_should_be_known = lambda batch: True
+    engine.scheduler.load.between.record = waited.append
+    for number in range(2):  # one after the other: before the second's first step nothing was to be done
+        engine.submit(make_request([1, 2, 3], f"{number}", max_tokens=4))
+        run(engine)
+    assert waited == [Known.WAITED_NS] * 6
 
 
 def test_what_the_host_took_long_ago_is_tried_again():
     """As masks of a grammar's first steps, which take longer than all others."""
     load_ = load()
     for _ in range(8):
-        load_.record_host_time(True, 0, int(500e6))
+        load_.record_host_time(True, int(500e6))
     for _ in range(100):
-        load_.record_host_time(False, 0, int(1e6))
-    load_.record_host_time(True, 0, int(2e6))
+        load_.record_host_time(False, int(1e6))
+    load_.record_host_time(True, int(2e6))
     assert load_.busy[True].ns == 500e6  # one more is no reason to think otherwise
     steps = 0
     while load_.busy[True].ns > 2e6:
-        load_.record_host_time(False, 0, int(1e6))
+        load_.record_host_time(False, int(1e6))
         steps += 1
     assert steps < 3000
-    load_.record_host_time(True, 0, int(3e6))
+    load_.record_host_time(True, int(3e6))
     assert load_.busy[True].ns == 3e6
 
 
@@ -605,8 +618,7 @@ def test_a_step_that_fails_leaves_nobody_waiting(monkeypatch):
     monkeypatch.setattr(runner, "launch", lambda batch: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
-    (_, ran), *_ = engine._ran
-    ran.device_ns = lambda: 1 / 0  # as one that is lost would say
+    engine._ran[0].result.device_ns = lambda: 1 / 0  # as one that is lost would say
     assert ends(engine.text_of(engine.fail_all("it broke"))) == {"first": "error"}
     assert engine._unhurried.is_set()
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceType
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from tessera.engine.scheduling.policies import LEAST_CHUNK, LEAST_CHUNK_OF_EXPER
 from tessera.engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from tessera.engine.sequence import Request, SampledToken, Sequence
 from tessera.engine.structured_output.constraints import Constraints
-from tessera.engine.structured_output.labels import LabelScorer, label_token_ids
+from tessera.engine.structured_output.labels import LabelScorer
 from tessera.engine.structured_output.sequences import ConstrainedSequence, LabelSequence, MaskLane
 from tessera.errors import InvalidRequest, Unavailable
 from tessera.settings.stages import EngineConfig
@@ -38,6 +38,14 @@ _LANE_PART = 4  # a quarter of the sequences that may run may follow slow gramma
 _LANE_WAIT_S = 0.02  # for masks or a request, where nothing else is to be done; then deadlines are looked at again
 # A request is looked at beside the steps, but not while the device waits for the next: the interpreter is one.
 _LONGEST_HURRY_S = 0.02
+
+
+class _Launched(NamedTuple):
+    """A step, and whether it was planned once the tokens of the one before were ``known``."""
+
+    batch: ScheduledBatch
+    result: SampledRows
+    known: bool
 
 
 class Engine:
@@ -73,11 +81,12 @@ class Engine:
         self._earlier = EarlierAnswers(tokenizer.numbers if config.drafts else frozenset())
         self._priors = dict[type, float]()
         self._cache_secret = secrets.token_bytes(16)
-        self._under_way: deque[tuple[ScheduledBatch, SampledRows]] = deque()  # launched, not yet applied
+        self._under_way: deque[_Launched] = deque()  # not yet applied
         self._applying_ns = 0  # what it took to take the tokens of the step applied last
         #: of applied steps that are not told yet: when their tokens were there, and who took which
         self._taken: list[tuple[int, list[tuple[Sequence, list[SampledToken]]]]] = []
-        self._ran: list[tuple[ScheduledBatch, SampledRows]] = []  # applied, but how long they took is not noted yet
+        self._ran: list[_Launched] = []  # applied, but how long they took is not noted yet
+        self._before: SampledRows | None = None  # of the last one whose time is, as long as one follows at once
         self._news = Progress()  # of the step under way
         self._unhurried = threading.Event()  # not set while the device waits for the thread that steps
         self._unhurried.set()
@@ -117,7 +126,7 @@ class Engine:
         """
         self._cancel_overdue()
         if self._under_way:
-            last = self._under_way[-1][0]
+            last = self._under_way[-1].batch
             self._lane.in_steps = self.scheduler.tokens_should_be_known(last)
             if self._lane.in_steps or self.scheduler.must_finish_before_next(last):
                 self._apply_until(0)
@@ -129,10 +138,9 @@ class Engine:
         if batch.spans:
             self._mark_scheduled(batch)
             launched = self._runner.launch(batch)
-            self._under_way.append((batch, launched))
+            self._under_way.append(_Launched(batch, launched, known))
             self._unhurried.set()
-            waiting_ns, launching_ns = launched.begun_ns - began_ns, time.perf_counter_ns() - launched.begun_ns
-            self.scheduler.load.record_host_time(known, self._applying_ns + waiting_ns, launching_ns)
+            self.scheduler.load.record_host_time(known, self._applying_ns + time.perf_counter_ns() - began_ns)
             self.scheduler.offer(batch)
         self.metrics.host_wait_ns += _waited_ns() - began
         self._apply_until(int(bool(batch.spans) and self._runner.async_launch))
@@ -178,6 +186,7 @@ class Engine:
         """Ends every request that a step may have seen with reason "error"; the engine then starts afresh."""
         self._under_way.clear()
         self._ran.clear()  # a lost device would not say
+        self._before = None
         self._unhurried.set()
         self._tell()
         self.scheduler.drop_all()
@@ -246,10 +255,9 @@ class Engine:
     def _drafters(self, request: Request) -> list[Drafter]:
         """Who proposes tokens for an answer as its request asks for it."""
         asked, drafters = request.sampling, list[Drafter]()
-        if asked.draft is not None:
-            tokens = label_token_ids(asked.draft, partial(self._tokenizer.encode, special=True))  # tables' marks, say
+        if request.draft is not None:
             end = [] if asked.ignore_eos else [self._tokenizer.eos_id]
-            drafters.append(TextDraft(tokens + [token for token in end if token in self._eos_token_ids]))
+            drafters.append(TextDraft(request.draft + [token for token in end if token in self._eos_token_ids]))
         if asked.draft_pool is not None:
             drafters.append(Suffixes(read_tokens(request.input_ids, request.spans), self._earlier, asked.draft_pool))
         return drafters
@@ -308,17 +316,17 @@ class Engine:
     def _apply_until(self, under_way: int) -> None:
         """Waits for the oldest steps until no more than this many are under way."""
         while len(self._under_way) > under_way:
-            self._apply(*self._under_way.popleft())
+            self._apply(self._under_way.popleft())
 
-    def _apply(self, batch: ScheduledBatch, result: SampledRows) -> None:
+    def _apply(self, step: _Launched) -> None:
         """What the next plan depends on; all else is :meth:`_emit`'s, for which the device need not wait."""
-        tokens = result.tokens()
+        tokens = step.result.tokens()
         if not self._under_way:
             self._unhurried.clear()
         began_ns = time.perf_counter_ns()
-        self._taken.append((time.monotonic_ns(), self.scheduler.apply(batch, tokens)))
+        self._taken.append((time.monotonic_ns(), self.scheduler.apply(step.batch, tokens)))
         self._lane.begin()
-        self._ran.append((batch, result))
+        self._ran.append(step)
         self._applying_ns = time.perf_counter_ns() - began_ns
 
     def _tell(self) -> None:
@@ -356,12 +364,17 @@ class Engine:
     def _emit(self, batch: ScheduledBatch) -> Progress:
         self._tell()
         metrics, scheduler = self.metrics, self.scheduler
-        for ran, result in self._ran:
-            device_ns = result.device_ns()
-            scheduler.record_step_time(ran, device_ns)
+        for ran in self._ran:
+            device_ns = ran.result.device_ns()
+            scheduler.record_step_time(ran.batch, device_ns)
+            if ran.known and self._before is not None:
+                scheduler.load.between.record(ran.result.waited_ns(self._before))
+            self._before = ran.result
             metrics.busy_ns += device_ns
-            metrics.drafted_steps += bool(ran.drafted)
+            metrics.drafted_steps += bool(ran.batch.drafted)
         self._ran.clear()
+        if not (batch.spans and scheduler.has_work):
+            self._before = None
         metrics.steps += bool(batch.spans)
         metrics.graph_steps = self._runner.graph_steps
         metrics.computed_tokens += batch.tokens

@@ -326,7 +326,8 @@ class Request:
     or None without pictures. ``digest`` int64 [2k]: the content key of each picture. ``positions`` int [axes, L],
     None for 0..L-1. ``arrival_ns`` and ``deadline_ns`` (None: never) are on time.monotonic_ns's clock. ``lease``: the
     names of what ends it with its client (tritonserver/leases.py), maybe none. ``margin``: whether the margin of its
-    tokens is wanted. ``since_ns``: what it ranks by, where it waited before, with another cut; else 0.
+    tokens is wanted. ``since_ns``: what it ranks by, where it waited before, with another cut; else 0. ``draft``: the
+    tokens of the one that it asks for.
     """
 
     request_id: str
@@ -342,6 +343,7 @@ class Request:
     lease: str = ""
     margin: bool = False
     since_ns: int = 0
+    draft: list[int] | None = None
     number: int = field(default_factory=itertools.count().__next__)
 
     @cached_property

@@ -4,14 +4,23 @@ of earlier answers what followed the answer's last tokens where they occurred be
 Earlier answers are shared by name alone: one without a name leaves nothing behind.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import islice, repeat, takewhile
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tessera.engine.sequence import with_marks
+from tessera.engine.sequence import Request, with_marks
+from tessera.engine.structured_output.labels import label_token_ids
+
+if TYPE_CHECKING:
+    from tessera.prompt.tokenizer import Tokenizer
 
 LONGEST = 16  # tokens by which places are told apart
 PIECE = 256  # tokens of a text read at a call: no step waits for a long one
@@ -115,6 +124,13 @@ class TextDraft:
                 self._place, self._agreeing = here + 1 + near.index(outputs[end - 1]), 1
             else:
                 self._place = min(here + 1, len(self._tokens))
+
+
+def with_draft(request: Request, tokenizer: Tokenizer) -> Request:
+    """The same with the tokens of the draft that it asks for, if any."""
+    if (draft := request.sampling.draft) is None:
+        return request
+    return replace(request, draft=label_token_ids(draft, partial(tokenizer.encode, special=True)))  # tables' marks, say
 
 
 def read_tokens(input_ids: np.ndarray, spans: np.ndarray) -> list[int]:

@@ -71,7 +71,6 @@ class SampledRows:
         rows' own [r], those of the others [r, most], which these are, int64 [r, most], and the margins [r].
         """
         self.ids = ids
-        self.begun_ns = started.host_ns
         self._started = started
         self._reported = reported
         self._on_host = [to_host(tensor) for tensor in (ids, *details)]
@@ -89,6 +88,11 @@ class SampledRows:
     def device_ns(self) -> int:
         """From ``started`` until the tokens were there; call it after :meth:`tokens`."""
         return self._arrived.since(self._started)
+
+    def waited_ns(self, before: SampledRows) -> int:
+        """From the tokens of an earlier step until this one ``started``, by the device: until the host hears of tokens
+        it waits too. Call it after :meth:`tokens`."""
+        return self._started.since(before._arrived)
 
 
 def greedy(logits: torch.Tensor, allowed: Allowed | None = None) -> torch.Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
+from tessera.engine.drafts.text import with_draft
 from tessera.engine.process import messages
 from tessera.engine.process.embedding_pool import EmbeddingPool
 from tessera.engine.process.messages import Progress, Rows
@@ -58,7 +59,8 @@ class EngineProcess:
             raise ready
         self._counts = ready.counts
         self.weights, self.weight_bytes = ready.weights, ready.weight_bytes
-        self._answers = Answers(Tokenizer.from_folder(Path(folder)), self.cancel)
+        self._drafts, self._tokenizer = bool(config.drafts), Tokenizer.from_folder(Path(folder))
+        self._answers = Answers(self._tokenizer, self.cancel)
         self._progress: queue.SimpleQueue[Progress | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="engine-text", daemon=True)
         self._writer.start()
@@ -74,6 +76,8 @@ class EngineProcess:
         self._answers.add(request, deliver)
         message = None
         try:
+            if self._drafts:  # here, for the tokenizer lets no other thread of its process work
+                request = with_draft(request, self._tokenizer)
             if rows is not None:
                 message = self._pool.take(rows)
                 self._rows[request.number] = message._replace(data=b"")

@@ -148,7 +148,7 @@ class Load:
         self.max_sequences = max_sequences
         self.drafts, self.max_rows, self.least_chunk = drafts, max_rows, least_chunk
         self.pace = 1.0  # tokens that an answer gets of a step: more than one by drafts
-        #: of the host between two steps, where the second is planned once the tokens of the first are known
+        #: of the device between two steps, where the second is planned once the tokens of the first are known
         self.between = Recent()
         #: of the host with a step, its launch too, by whether it knew the tokens of the one before; a device that is
         #: faster waits for it
@@ -165,14 +165,12 @@ class Load:
         # short ones mostly differ in these, and then the one's do not speak for the other's.
         self._short_share: dict[int, float] = {}
 
-    def record_host_time(self, known: bool, waiting_ns: int, launching_ns: int) -> None:
-        """Taking a step's tokens, planning the next and putting its inputs on the device took this long, and launching
-        it; ``known``: whether those tokens were, by then."""
-        self.busy[known].record(waiting_ns + launching_ns)
+    def record_host_time(self, known: bool, ns: int) -> None:
+        """Taking a step's tokens, planning the next and launching it took this long; ``known``: whether those tokens
+        were, by then."""
+        self.busy[known].record(ns)
         self.busy[not known].fade()
-        if known:
-            self.between.record(waiting_ns)
-        else:
+        if not known:
             self.between.fade()
 
     def record_pace(self, tokens: int, answers: int) -> None:
