@@ -247,7 +247,7 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Sequence) -> None:
-        """It waits as the first of its priority."""
+        """It waits as the first of its priority, and finds again what it has computed, as long as nobody takes it."""
         self.preemptions += 1
         self.running.remove(victim)
         self.blocks.commit(victim)
