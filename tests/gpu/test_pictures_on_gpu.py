@@ -116,6 +116,19 @@ def test_the_rows_are_those_of_the_cpu(config, runner, request):
         assert torch.nn.functional.cosine_similarity(alone, beside, dim=-1).mean() >= 0.998
 
 
+@pytest.mark.parametrize("room", [False, True])
+def test_graphs_of_large_forwards(config, room):
+    """As rows of the same pictures without graphs, also where the next is another size."""
+    graphs = make_runner(config, VisionSettings("graph", 8, dtype="bfloat16", device="cuda"))
+    plain = TorchRunner.from_checkpoint(config, VisionSettings("torch", dtype="bfloat16", device="cuda"))
+    for grids in ([(74, 74)], [(74, 74), *GRIDS], [(74, 74)] * 2 + GRIDS, GRIDS, [(74, 74)] * 3):
+        given = torch.cat([groups(picture(grid, seed)) for seed, grid in enumerate(grids)])
+        expected = plain.run(given, wires(grids)).double()
+        with leaving_room(room):
+            rows = graphs.run(given, wires(grids)).double()
+        assert torch.nn.functional.cosine_similarity(rows, expected, dim=-1).mean() >= LEAST_COSINE["checkpoint"]
+
+
 def test_some_groups_of_pictures_alone(config, runner, request):
     """By a graph and beyond the largest: windows of few groups are more than a graph has room for."""
     plain = TorchRunner.from_checkpoint(config, VisionSettings("torch", threads=4))

@@ -1,7 +1,8 @@
-"""Small forwards of Qwen2-VL's tower by static buffers: the plain forward's rows; on the CPU a replay computes. And
+"""Forwards of Qwen2-VL's tower by static buffers: the plain forward's rows; on the CPU a replay computes. And
 what is measured, by kind of batch."""
 
 from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from tiny_qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tiny_qwen2_vl_tower import config_of, groups, picture, wires
 
 from tessera.kernels.operands import AttentionPlan
-from tessera.kernels.tower_attention import attend_in_triton
+from tessera.kernels.tower_attention import attend_in_triton, attend_within, attention_by, leaving_room
 from tessera.kernels.tower_layers import PLAIN
 from tessera.kernels.tuning import MeasuredChoices, kernels_version
 from tessera.models.tower import load_tower
@@ -109,6 +110,35 @@ def test_pictures_of_which_some_groups_are_left_out(tower, graphs, monkeypatch):
     narrow = PatchGraphs(tower, DEVICE, [128], [PLAN] * len(tower.reaches), PLAIN, lambda *_: None)
     every_fourth = [(1, 2, 96, np.packbits(np.arange(48) % 4 == 0).tobytes())]
     assert (narrow(pixels([(2, 24)]), every_fourth) is None) is (len(tower.reaches) > 1)
+
+
+@torch.inference_mode()
+def test_large_forwards_are_graphs_too_and_have_twins_that_leave_room(tower, monkeypatch):
+    vision, plans = "tessera.models.qwen2_vl.vision", []
+    monkeypatch.setattr(f"{vision}.SIZES", (48,))
+    monkeypatch.setattr(f"{vision}.LARGE_SIZES", (96, 128, 256))
+    monkeypatch.setattr(f"{vision}.gpu_kernels", lambda **_: PLAIN)
+    monkeypatch.setattr(f"{vision}.with_room", lambda plan: replace(plan, warps=8))
+    by_plan = "tessera.models.qwen2_vl.patch_tower.attention_by"
+    monkeypatch.setattr(by_plan, lambda plan: plans.append(plan) or attention_by(plan))
+    large = replace(PLAN, tokens=32)
+    forward = tower._with_graphs(
+        128, attend_within, lambda of_large: [large if of_large else PLAN] * len(tower.reaches)
+    )
+    for grids, room, plan in (
+        ([(6, 8)], False, PLAN),
+        ([(6, 8)], True, PLAN),
+        ([(6, 4), (8, 8)], False, large),
+        ([(6, 4), (8, 8)], True, replace(large, warps=8)),
+        ([(8, 16)], True, replace(large, warps=8)),
+        ([(10, 14)], True, None),  # more than the setting allows at once
+    ):
+        plans.clear()  # on a CPU a replay computes
+        with leaving_room(room):
+            actual = forward(pixels(grids), wires(grids))
+        assert set(plans) == ({plan} if plan else set())
+        expected = tower(pixels(grids), wires(grids))
+        torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=1e-4)
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -21,13 +21,21 @@ class GraphPool(Generic[Result]):
     and its rows are not read. What it returns lies in memory that the graphs share: the next replay overwrites it.
     ``what``, for the log: "decode graphs", and so on. Kernels of sizes up to ``urgent_up_to`` start before all others
     that wait for a multiprocessor, of other processes too under MPS; these graphs have memory of their own.
+    ``beside``: recorded graphs that never run at the same time, whose memory these share too.
     """
 
     def __init__(
-        self, what: str, sizes: Iterable[int], run: Callable[[int], Result], device: torch.device, urgent_up_to: int = 0
+        self,
+        what: str,
+        sizes: Iterable[int],
+        run: Callable[[int], Result],
+        device: torch.device,
+        urgent_up_to: int = 0,
+        beside: GraphPool[Result] | None = None,
     ) -> None:
         self.sizes = sorted(sizes)
         self._what, self._run, self._device, self._urgent_up_to = what, run, device, urgent_up_to
+        self._memory: Any = None if beside is None else beside._memory
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._results: dict[int, Result] = {}
 
@@ -37,7 +45,7 @@ class GraphPool(Generic[Result]):
         The largest is recorded first, so that the smaller ones live in its memory.
         """
         started, before = time.perf_counter(), self._reserved()
-        on_gpu, pool = self._device.type == "cuda", None
+        on_gpu = self._device.type == "cuda"
         gc.collect()  # a graph of an engine that is gone must not be destroyed while one is recorded
         ahead = torch.cuda.Stream(self._device, priority=-1) if self._urgent_up_to and on_gpu else None
         for size in reversed(self.sizes):
@@ -49,9 +57,9 @@ class GraphPool(Generic[Result]):
             graph = torch.cuda.CUDAGraph()
             stream = ahead if size <= self._urgent_up_to else None
             # What other threads ask of the GPU meanwhile is no part of the graph, and must not spoil it.
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
                 self._results[size] = self._run(size)
-            pool = graph.pool()
+            self._memory = graph.pool()
             self._graphs[size] = graph
         spent, kept = time.perf_counter() - started, (self._reserved() - before) / 2**20
         _LOG.info("%s: %d sizes up to %d in %.1f s, %.0f MiB", self._what, len(self.sizes), self.sizes[-1], spent, kept)

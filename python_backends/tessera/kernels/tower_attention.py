@@ -48,6 +48,16 @@ def leaving_room(room: bool) -> Iterator[None]:
         _ROOM.reset(token)
 
 
+def room_is_left() -> bool:
+    """Within :func:`leaving_room`."""
+    return _ROOM.get()
+
+
+def with_room(plan: AttentionPlan | HopperPlan) -> AttentionPlan | HopperPlan:
+    """The plan by which room is left; of other plans each program soon ends."""
+    return replace(plan, programs=max(1, plan.programs * 7 // 10)) if isinstance(plan, HopperPlan) else plan
+
+
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, backend: SDPBackend | None = None
 ) -> torch.Tensor:
@@ -95,8 +105,7 @@ def attend_in_torch(lengths: Sequence[int], device: torch.device) -> Attend:
 def attend_in_triton(lengths: Sequence[int], device: torch.device, plan: AttentionPlan | HopperPlan) -> Attend:
     """:data:`VarlenAttention` by a kernel of ours."""
     attention = attention_by(plan)
-    if isinstance(plan, HopperPlan) and _ROOM.get():
-        plan = replace(plan, programs=max(1, plan.programs * 7 // 10))
+    plan = with_room(plan) if room_is_left() else plan
     tiles = to_device(query_tiles(lengths, plan.rows), device)
 
     def attend_pictures(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -106,8 +106,9 @@ def _patches(height: int, width: int, merge: int, kept: bytes | None = None) -> 
     return height * width if kept is None else merge**2 * int.from_bytes(kept, "big").bit_count()
 
 
-#: patches of a forward that is worth a graph: beyond them an H200's kernels take longer than a host's launches
+#: patches of a forward that is worth a graph: beyond them a GPU's kernels take longer than a host's launches
 SIZES = (256, 512, 1024, 1536, 2048, 3072, 4096)
+LARGE_SIZES = (*range(4608, 12801, 1024), 14336, 16384)
 _PICTURES = 64  # of a graph's forward: each may end in the middle of a tile of queries
 
 
@@ -116,7 +117,7 @@ class PatchGraphs:
 
     ``kernels`` are those of the recorded forwards, whose attention is ours by ``plans``, one for each of the tower's
     reaches; ``otherwise`` is the forward of more patches than the largest of ``sizes``, or of more small pictures or
-    parts of them. On the CPU a replay computes.
+    parts of them; ``beside`` are others whose memory these share. On the CPU a replay computes.
     """
 
     def __init__(
@@ -127,10 +128,12 @@ class PatchGraphs:
         plans: Sequence[AttentionPlan | HopperPlan],
         kernels: TowerKernels,
         otherwise: Forward,
+        beside: "PatchGraphs | None" = None,
     ) -> None:
         self._tower, self._kernels, self._otherwise = tower, kernels, otherwise
         self._reaches = list(zip(plans, tower.reaches, strict=True))
-        self._graphs = GraphPool("vision graphs", sizes, self._compute, device)
+        shared = None if beside is None else beside._graphs
+        self._graphs: GraphPool[torch.Tensor] = GraphPool("vision graphs", sizes, self._compute, device, beside=shared)
         self._group, largest = tower.merge**2, self._graphs.sizes[-1]
         self._pixels = torch.zeros(largest // self._group, *tower.unit_shape, dtype=torch.uint8, device=device)
         squares = {size: [(1, tower.merge, size // tower.merge)] for size in self._graphs.sizes}

@@ -19,11 +19,19 @@ from tessera.checkpoint.weights import Target, copy_whole
 from tessera.kernels.fixed_rows import fixed
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.operands import AttentionPlan, HopperPlan, filled_head
-from tessera.kernels.tower_attention import Attend, VarlenAttention, attend_in_triton, fixed_plan, triton_configs
+from tessera.kernels.tower_attention import (
+    Attend,
+    VarlenAttention,
+    attend_in_triton,
+    fixed_plan,
+    room_is_left,
+    triton_configs,
+    with_room,
+)
 from tessera.kernels.tower_layers import PLAIN, Fp8Linear, TowerKernels, gpu_kernels, varlen_backends
 from tessera.kernels.transfer import to_device
 from tessera.kernels.tuning import MeasuredChoices, machine_of
-from tessera.models.qwen2_vl.patch_tower import SIZES, PatchGraphs, PatchTower, Reach, places_of
+from tessera.models.qwen2_vl.patch_tower import LARGE_SIZES, SIZES, PatchGraphs, PatchTower, Reach, places_of
 from tessera.models.tower import MLP, Forward, TowerLayer, Wires, fold_normalisation
 
 EPS = 1e-6  # of every norm
@@ -173,7 +181,7 @@ class Qwen2ViT(PatchTower):
         heads, size, most = attention.heads, attention.head_size, cost * self.merge**2
         if choices is None:
             plan = fixed_plan(weight.device)
-            return self._with_graphs(most, partial(attend_in_triton, plan=plan), lambda: [plan] * len(self.reaches))
+            return self._with_graphs(most, partial(attend_in_triton, plan=plan), lambda _: [plan] * len(self.reaches))
         qkv = torch.randn(most, 3, heads, size, dtype=weight.dtype, device=weight.device)
 
         def fastest(what: str, lengths: Sequence[int], ways: Mapping[str, VarlenAttention]) -> str:
@@ -194,30 +202,40 @@ class Qwen2ViT(PatchTower):
             equal = chosen_for("equal", reach, [min(largest, most)] * max(1, most // largest))
             chosen[largest] = equal, chosen_for("mixed", reach, _mixed(reach.lengths, most))
 
-        def recorded() -> list[AttentionPlan | HopperPlan]:
+        def recorded(large: bool) -> list[AttentionPlan | HopperPlan]:
             plans, found = triton_configs(weight.device), []
             ways = {name: partial(attend_in_triton, plan=plan) for name, plan in plans.items()}
             for reach in self.reaches:
                 length = min(_SMALL, reach.lengths[0], most)
-                found.append(plans[fastest(f"single {reach.name}", [length] * (min(_SMALL, most) // length), ways)])
+                lengths = _mixed(reach.lengths, most) if large else [length] * (min(_SMALL, most) // length)
+                found.append(plans[fastest(f"{'large' if large else 'single'} {reach.name}", lengths, ways)])
             return found
 
         return self._with_graphs(most, partial(_by_kind, chosen), recorded)
 
     def _with_graphs(
-        self, most: int, within: VarlenAttention, recorded: Callable[[], Sequence[AttentionPlan | HopperPlan]]
+        self, most: int, within: VarlenAttention, recorded: Callable[[bool], Sequence[AttentionPlan | HopperPlan]]
     ) -> Forward:
-        """The forward of up to ``most`` patches with this attention, where some sizes are graphs with the ``recorded``
-        plans for each reach."""
+        """The forward of up to ``most`` patches with this attention, where some sizes are graphs with the plans for
+        each reach that are ``recorded`` for small ones and for large ones. Of large ones there are twins that leave
+        room."""
         device, fp8 = self.patch_embedding.weight.device, isinstance(self.attention.output, Fp8Linear)
         kernels = partial(gpu_kernels, epilogue=self.epilogue and not fixed(), fp8=fp8)
-        forward = partial(self, kernels=kernels(within=within))
+        forward: Forward = partial(self, kernels=kernels(within=within))
         small = (1, self.merge, self.merge)
         for wires in ([small], [small, (1, self.merge, 2 * self.merge)]):  # compiles what would hold up requests
             units = sum(height * width for _, height, width in wires) // self.merge**2
             forward(torch.zeros(units, *self.unit_shape, dtype=torch.uint8, device=device), wires)
+        beside = None
+        if sizes := [size for size in LARGE_SIZES if size <= most]:
+            plans = recorded(True)
+            whole = beside = PatchGraphs(self, device, sizes, plans, kernels(), forward)
+            if (roomy := [with_room(plan) for plan in plans]) != plans:
+                forward = _by_room(whole, PatchGraphs(self, device, sizes, roomy, kernels(), forward, beside))
+            else:
+                forward = whole
         sizes = [size for size in SIZES if size <= most]
-        return PatchGraphs(self, device, sizes, recorded(), kernels(), forward) if sizes else forward
+        return PatchGraphs(self, device, sizes, recorded(False), kernels(), forward, beside) if sizes else forward
 
     def activation_bytes(self, cost: int, scores: bool = False) -> int:
         """With PLAIN kernels: in proportion to the patches, however they are spread over pictures.
@@ -281,6 +299,10 @@ def _by_kind(
     *_, last = chosen
     equal, mixed = chosen[next((most for most in chosen if max(lengths) <= most), last)]
     return (equal if len(set(lengths)) == 1 else mixed)(lengths, device)
+
+
+def _by_room(whole: Forward, roomy: Forward) -> Forward:
+    return lambda pixels, wires: (roomy if room_is_left() else whole)(pixels, wires)
 
 
 def _call(
