@@ -116,22 +116,21 @@ def test_pictures_of_which_some_groups_are_left_out(tower, graphs, monkeypatch):
 def test_large_forwards_are_graphs_too_and_have_twins_that_leave_room(tower, monkeypatch):
     vision, plans = "tessera.models.qwen2_vl.vision", []
     monkeypatch.setattr(f"{vision}.SIZES", (48,))
-    monkeypatch.setattr(f"{vision}.LARGE_SIZES", (96, 128, 256))
+    monkeypatch.setattr(f"{vision}.LARGE_SIZES", (96, 128, 160, 256))
     monkeypatch.setattr(f"{vision}.gpu_kernels", lambda **_: PLAIN)
     monkeypatch.setattr(f"{vision}.with_room", lambda plan: replace(plan, warps=8))
     by_plan = "tessera.models.qwen2_vl.patch_tower.attention_by"
     monkeypatch.setattr(by_plan, lambda plan: plans.append(plan) or attention_by(plan))
     large = replace(PLAN, tokens=32)
-    forward = tower._with_graphs(
-        128, attend_within, lambda of_large: [large if of_large else PLAN] * len(tower.reaches)
-    )
+    recorded = {False: [PLAN] * len(tower.reaches), True: [large] * len(tower.reaches)}
+    forward = tower._with_graphs(160, attend_within, recorded.__getitem__, tower.activation_bytes(128 // 4))
     for grids, room, plan in (
         ([(6, 8)], False, PLAN),
         ([(6, 8)], True, PLAN),
         ([(6, 4), (8, 8)], False, large),
         ([(6, 4), (8, 8)], True, replace(large, warps=8)),
         ([(8, 16)], True, replace(large, warps=8)),
-        ([(10, 14)], True, None),  # more than the setting allows at once
+        ([(10, 14)], True, None),  # which would take more memory
     ):
         plans.clear()  # on a CPU a replay computes
         with leaving_room(room):
@@ -192,9 +191,11 @@ def test_a_runner_of_graphs_has_its_kernels_measured_where_there_are_none(tmp_pa
     config, asked = config_of(tmp_path), []
     tower = load_tower(config, random_weights=True)
     monkeypatch.setattr(torch_runner, "serving_tower", lambda *_: tower)
-    monkeypatch.setattr(tower, "tuned", lambda cost, choices: asked.append(cost) or (lambda given, wires: given))
-    settings = VisionSettings("graph", infer_batch_size=2, dtype="bfloat16", device="cuda")
+    monkeypatch.setattr(
+        tower, "tuned", lambda cost, _, graphs: asked.append((cost, graphs)) or (lambda given, _: given)
+    )
+    settings = VisionSettings("graph", infer_batch_size=2, dtype="bfloat16", device="cuda", memory_bytes=1000)
     runner = TorchRunner.from_checkpoint(config, settings)
-    assert asked == [2 * 484] and torch.equal(runner.run(torch.ones(3)), torch.ones(3))
+    assert asked == [(2 * 484, 100)] and torch.equal(runner.run(torch.ones(3)), torch.ones(3))
     plain = TorchRunner.from_checkpoint(config, VisionSettings("torch", dtype="bfloat16", device="cuda"))
     assert plain._forward is tower and len(asked) == 1

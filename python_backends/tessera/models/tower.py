@@ -1,5 +1,6 @@
 """What the stage needs of a vision tower, what towers are made of, and how one is filled from a checkpoint."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
@@ -55,9 +56,10 @@ class Tower(torch.nn.Module):
         """The most memory that a forward takes at a time, its rows included; ``scores``: attention writes its own."""
         raise NotImplementedError
 
-    def tuned(self, cost: int, choices: MeasuredChoices | None) -> Forward:
+    def tuned(self, cost: int, choices: MeasuredChoices | None, graph_bytes: float = math.inf) -> Forward:
         """The forward for so much, in a tower that does not split for up to that, with what is the fastest on its GPU;
-        without ``choices`` with what gives a picture the same bits whatever it is beside.
+        without ``choices`` with what gives a picture the same bits whatever it is beside. It may record smaller ones
+        that take no more than ``graph_bytes`` each.
 
         Without wires where the tower splits.
         """

@@ -11,6 +11,7 @@ nothing with the larger ones that either writes, so that one of them may run bes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -27,6 +28,8 @@ from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_millisec
 from tessera.models.tower import Forward, Tower, Wires
 from tessera.settings.stages import VisionSettings
 from tessera.vision.fp8_tower import serving_tower
+
+_GRAPH_PART = 10  # of the stage's share, for the memory of recorded forwards: less than a full one takes on small cards
 
 
 class TorchRunner:
@@ -53,7 +56,8 @@ class TorchRunner:
             return cls(tower)
         fixed = FixedRows()
         with fixed.learning() if settings.deterministic else nullcontext():
-            forward = tower.tuned(settings.infer_batch_size * tower.batch_unit, _choices(settings))
+            recorded = settings.memory_bytes / _GRAPH_PART if settings.memory_bytes else math.inf
+            forward = tower.tuned(settings.infer_batch_size * tower.batch_unit, _choices(settings), recorded)
         return cls(tower, forward, fixed if settings.deterministic else None)
 
     def activation_bytes(self, cost: int) -> int:

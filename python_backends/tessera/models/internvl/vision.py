@@ -210,7 +210,7 @@ class InternViT(Tower):
         return {name: cast(nn.Linear, self.get_submodule(name)) for name in every}
 
     @torch.inference_mode()
-    def tuned(self, cost: int, choices: MeasuredChoices | None) -> Forward:
+    def tuned(self, cost: int, choices: MeasuredChoices | None, graph_bytes: float = math.inf) -> Forward:
         """With the kernels measured on the tower's own weights and shapes, or ours; in float32 there is no choice.
 
         Of a tower in FP8 only the attention is measured.

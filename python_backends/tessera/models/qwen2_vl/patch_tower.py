@@ -138,6 +138,8 @@ class PatchGraphs:
         self._pixels = torch.zeros(largest // self._group, *tower.unit_shape, dtype=torch.uint8, device=device)
         squares = {size: [(1, tower.merge, size // tower.merge)] for size in self._graphs.sizes}
         self._places = {size: tower.places(wires, device) for size, wires in squares.items()}
+        weight = next(tower.parameters())
+        self._rows = torch.zeros(largest // self._group, tower.row_shape[1], dtype=weight.dtype, device=device)
         rooms = [self._room(plan, reach, largest) for plan, reach in self._reaches]
         self._tiles = [torch.zeros(room, 3, dtype=torch.int32, device=device) for room in rooms]
         self._graphs.record(partial(self._cut, [[] for _ in rooms]))
@@ -162,7 +164,8 @@ class PatchGraphs:
         for (plan, reach), tiles in zip(self._reaches, self._tiles):
             tiles = tiles[: self._room(plan, reach, size)]
             attends.append(partial(attention_by(plan), tiles=tiles, plan=plan))
-        return self._tower.rows(self._pixels[: size // self._group], self._places[size], attends, self._kernels)
+        given = self._pixels[: size // self._group]
+        return self._rows[: len(given)].copy_(self._tower.rows(given, self._places[size], attends, self._kernels))
 
     def _room(self, plan: AttentionPlan | HopperPlan, reach: Reach, size: int) -> int:
         """Tiles of a forward of ``size`` patches at most."""

@@ -5,6 +5,7 @@ changes the result beyond rounding: a still picture would be all frames of a pat
 is summed over them; and pixel normalisation is folded into it, so that pixels travel as uint8.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache, partial
 from itertools import cycle
@@ -171,7 +172,7 @@ class Qwen2ViT(PatchTower):
         return turns if size == stored else functional.pad(turns * (size / stored) ** 0.25, (0, (size - stored) // 2))
 
     @torch.inference_mode()
-    def tuned(self, cost: int, choices: MeasuredChoices | None) -> Forward:
+    def tuned(self, cost: int, choices: MeasuredChoices | None, graph_bytes: float = math.inf) -> Forward:
         """With the attention that is the fastest for pictures of one size, and for others, and so for each reach, or
         ours for all; in float32 torch's own."""
         attention, weight = self.attention, self.patch_embedding.weight
@@ -181,7 +182,8 @@ class Qwen2ViT(PatchTower):
         heads, size, most = attention.heads, attention.head_size, cost * self.merge**2
         if choices is None:
             plan = fixed_plan(weight.device)
-            return self._with_graphs(most, partial(attend_in_triton, plan=plan), lambda _: [plan] * len(self.reaches))
+            within = partial(attend_in_triton, plan=plan)
+            return self._with_graphs(most, within, lambda _: [plan] * len(self.reaches), graph_bytes)
         qkv = torch.randn(most, 3, heads, size, dtype=weight.dtype, device=weight.device)
 
         def fastest(what: str, lengths: Sequence[int], ways: Mapping[str, VarlenAttention]) -> str:
@@ -211,14 +213,18 @@ class Qwen2ViT(PatchTower):
                 found.append(plans[fastest(f"{'large' if large else 'single'} {reach.name}", lengths, ways)])
             return found
 
-        return self._with_graphs(most, partial(_by_kind, chosen), recorded)
+        return self._with_graphs(most, partial(_by_kind, chosen), recorded, graph_bytes)
 
     def _with_graphs(
-        self, most: int, within: VarlenAttention, recorded: Callable[[bool], Sequence[AttentionPlan | HopperPlan]]
+        self,
+        most: int,
+        within: VarlenAttention,
+        recorded: Callable[[bool], Sequence[AttentionPlan | HopperPlan]],
+        graph_bytes: float,
     ) -> Forward:
         """The forward of up to ``most`` patches with this attention, where some sizes are graphs with the plans for
-        each reach that are ``recorded`` for small ones and for large ones. Of large ones there are twins that leave
-        room."""
+        each reach that are ``recorded`` for small ones and for large ones. Large ones take ``graph_bytes`` at most, and
+        have twins that leave room."""
         device, fp8 = self.patch_embedding.weight.device, isinstance(self.attention.output, Fp8Linear)
         kernels = partial(gpu_kernels, epilogue=self.epilogue and not fixed(), fp8=fp8)
         forward: Forward = partial(self, kernels=kernels(within=within))
@@ -226,14 +232,14 @@ class Qwen2ViT(PatchTower):
         for wires in ([small], [small, (1, self.merge, 2 * self.merge)]):  # compiles what would hold up requests
             units = sum(height * width for _, height, width in wires) // self.merge**2
             forward(torch.zeros(units, *self.unit_shape, dtype=torch.uint8, device=device), wires)
-        beside = None
-        if sizes := [size for size in LARGE_SIZES if size <= most]:
+        of_size, beside = self.activation_bytes, None
+        if sizes := [size for size in LARGE_SIZES if size <= most and of_size(size // self.merge**2) <= graph_bytes]:
+            record = partial(PatchGraphs, self, device, sizes, kernels=kernels(), otherwise=forward)
             plans = recorded(True)
-            whole = beside = PatchGraphs(self, device, sizes, plans, kernels(), forward)
-            if (roomy := [with_room(plan) for plan in plans]) != plans:
-                forward = _by_room(whole, PatchGraphs(self, device, sizes, roomy, kernels(), forward, beside))
-            else:
-                forward = whole
+            roomy = [with_room(plan) for plan in plans]
+            whole = forward = beside = record(plans=plans)
+            if roomy != plans:
+                forward = _by_room(whole, record(plans=roomy, beside=whole))
         sizes = [size for size in SIZES if size <= most]
         return PatchGraphs(self, device, sizes, recorded(False), kernels(), forward, beside) if sizes else forward
 
