@@ -3,7 +3,8 @@ watts, the SM clock, the temperature and the joules for a request in the steady 
 
 The notes of a figure say how sure it is (`ci95`: half the interval), and of our server how it did: the share of steps
 that ran as CUDA graphs, requests whose embeddings came over the CPU (must be 0), the most that rows of pictures took of
-the engine's pool, and the share of time for which the engine's thread waited while it planned and launched (`held_up`).
+the engine's pool, and the shares of time for which the engine's thread waited while it planned and launched
+(`held_up`), and for which the vision stage's launched (`launching`; 0 of a server that does not tell).
 """
 
 import urllib.request
@@ -79,11 +80,15 @@ def server_notes(
     def grown(name: str) -> float:
         return sum(now[name] - then[name] for now, then in zip(after, before))
 
+    def share(name: str) -> float:
+        return round(grown(name) / lasted / len(after), 4)
+
     return {
         "embeddings_on_cpu": int(grown("tessera_embeddings_on_cpu_total")),
         "steps_s": round(grown("tessera_steps_total") / lasted / len(after), 2),
         "graph_steps": round(grown("tessera_graph_steps_total") / max(1.0, grown("tessera_steps_total")), 3),
-        "held_up": round(grown("tessera_engine_held_up_seconds_total") / lasted / len(after), 4),
+        "held_up": share("tessera_engine_held_up_seconds_total"),
+        "launching": share("tessera_vision_launching_seconds_total"),
         "embedding_mib_peak": round(max(now["tessera_embedding_bytes_peak"] for now in after) / 2**20, 1),
     }
 

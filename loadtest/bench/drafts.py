@@ -109,7 +109,7 @@ def emit(options: argparse.Namespace, name: str, found: Comparison, **notes: Any
     ratio, rates = found.ratio, [[round(found.worth(told), 4) for told in side] for side in zip(*found.turns)]
     notes |= {"turns": len(found.turns), "rates": rates, **setup_notes(options)}
     if all(isinstance(told, Taken) for turn in found.turns for told in turn):
-        for what in ("steps_s", "held_up"):
+        for what in ("steps_s", "held_up", "launching"):
             notes[what] = [round(fmean(told.notes[what] for told in side), 4) for side in zip(*found.turns)]
     value, ci95, unit = round(ratio.value, 4), round(ratio.ci95, 4), "ratio"
     if name.startswith("off_cost"):

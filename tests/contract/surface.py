@@ -386,6 +386,6 @@ if __name__ == "__main__":
     parser.add_argument("--write", action="store_true")
     today = surface()
     if parser.parse_args().write:
-        STORED.write_text(json.dumps(today, indent=1, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
+        STORED.write_text(json.dumps(today, indent=0, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
     else:
         print("\n".join(differences(stored(), today)))

@@ -84,8 +84,13 @@ def page_of(dispatcher: VisionScheduler) -> Renewed:
         "tessera_vision_pictures_total", "Pictures that the vision tower computed, repeated ones left out"
     )
 
+    launching = Counter(
+        "tessera_vision_launching_seconds_total", "Time that launching the vision tower's forwards took its thread"
+    )
+
     def renew() -> None:
         computed.raise_to(dispatcher.encoder.computed)
+        launching.raise_to(dispatcher.encoder.lane.launching_s)
         rows.set(dispatcher.encoder.budget.used_bytes)
         waiting.set(len(dispatcher.queue))
 
