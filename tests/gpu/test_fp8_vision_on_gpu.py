@@ -13,7 +13,7 @@ from tessera.models.registry import read_config
 from tessera.models.tower import unfilled_tower
 from tessera.settings.stages import VisionSettings
 from tessera.vision.fp8_tower import gate_tiles, serving_tower
-from tessera.vision.runner import load_runner, weight_bytes
+from tessera.vision.runner import load_runner
 from tessera.vision.torch_runner import GraphRunner
 
 pytestmark = pytest.mark.skipif(
@@ -77,5 +77,5 @@ def test_the_class_token_apart(shape):
 
 
 def test_what_is_kept_is_less_than_in_bfloat16(runner):
-    plain = weight_bytes(unfilled_tower(read_config(CHECKPOINT)).to(torch.bfloat16))
-    assert weight_bytes(runner.tower) < 0.75 * plain
+    plain = unfilled_tower(read_config(CHECKPOINT)).to(torch.bfloat16).weight_bytes
+    assert runner.tower.weight_bytes < 0.75 * plain

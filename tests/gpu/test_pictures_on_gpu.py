@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,15 +11,18 @@ from tiny_qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from vision.tiny_qwen2_vl_tower import config_of, groups, model_of, picture, save, wires
 
 from tessera.checkpoint.config import CheckpointConfig
+from tessera.kernels.graphs import GraphPool
 from tessera.kernels.operands import query_tiles
 from tessera.kernels.tower_attention import (
     attend_in_triton,
     attend_within,
     attention_by,
+    fixed_plan,
     leaving_room,
     triton_configs,
 )
-from tessera.kernels.tower_layers import varlen_backends
+from tessera.kernels.tower_layers import gpu_kernels, varlen_backends
+from tessera.models.tower import load_tower
 from tessera.settings.stages import VisionSettings
 from tessera.vision.runner import make_runner
 from tessera.vision.torch_runner import TorchRunner
@@ -116,17 +121,37 @@ def test_the_rows_are_those_of_the_cpu(config, runner, request):
         assert torch.nn.functional.cosine_similarity(alone, beside, dim=-1).mean() >= 0.998
 
 
-@pytest.mark.parametrize("room", [False, True])
-def test_graphs_of_large_forwards(config, room):
-    """As rows of the same pictures without graphs, also where the next is another size."""
-    graphs = make_runner(config, VisionSettings("graph", 8, dtype="bfloat16", device="cuda"))
-    plain = TorchRunner.from_checkpoint(config, VisionSettings("torch", dtype="bfloat16", device="cuda"))
+@torch.inference_mode()
+def test_graphs_of_large_forwards(config, monkeypatch):
+    """One after the other in one memory: rows of the forward that is launched, the same bits in a twin, and kept."""
+    tower = load_tower(config, torch.bfloat16, random_weights=True).cuda()
+    plans = [fixed_plan(DEVICE)] * len(tower.reaches)
+    forward = tower._with_graphs(15_488, attend_within, plans, plans, math.inf)
+    ran, kept, replay = [], [], GraphPool.replay
+    monkeypatch.setattr(GraphPool, "replay", lambda pool, size: ran.append(size) or replay(pool, size))
     for grids in ([(74, 74)], [(74, 74), *GRIDS], [(74, 74)] * 2 + GRIDS, GRIDS, [(74, 74)] * 3):
-        given = torch.cat([groups(picture(grid, seed)) for seed, grid in enumerate(grids)])
-        expected = plain.run(given, wires(grids)).double()
-        with leaving_room(room):
-            rows = graphs.run(given, wires(grids)).double()
-        assert torch.nn.functional.cosine_similarity(rows, expected, dim=-1).mean() >= LEAST_COSINE["checkpoint"]
+        given = torch.cat([groups(picture(grid, seed)) for seed, grid in enumerate(grids)]).cuda()
+        for room in (False, True):
+            with leaving_room(room):
+                rows = forward(given, wires(grids))
+            kept.append((rows, rows.clone(), tower(given, wires(grids), gpu_kernels())))
+    assert ran == [5632] * 2 + [8704] * 2 + [14336] * 2 + [3072] * 2  # and the last is launched
+    for (rows, copy, launched), (twin, _, _) in zip(kept[::2], kept[1::2]):
+        assert torch.equal(rows, copy) and torch.equal(rows, twin)
+        assert torch.nn.functional.cosine_similarity(rows.double(), launched.double(), dim=-1).min() >= 0.99
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="for Hopper")
+def test_a_picture_has_its_bits_in_every_graph(config):
+    """Of a deterministic server: in small and large graphs, in their twins, and where a forward is launched."""
+    runner = make_runner(config, VisionSettings("graph", 8, dtype="bfloat16", device="cuda", deterministic=True))
+    first, *others = GRIDS
+    alone = runner.run(groups(picture(first)), wires([first]))
+    for company in (others, [(74, 74)], [(74, 74)] * 2, [(74, 74)] * 3):
+        given = torch.cat([groups(picture(grid)) for grid in (first, *company)])
+        for room in (False, True):
+            with leaving_room(room):
+                assert torch.equal(runner.run(given, wires([first, *company]))[: len(alone)], alone)
 
 
 def test_some_groups_of_pictures_alone(config, runner, request):

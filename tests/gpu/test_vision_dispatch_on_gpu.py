@@ -15,7 +15,6 @@ from tessera.settings.stages import VisionSettings
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.memory import DeviceStreams, EmbeddingCache
 from tessera.vision.pictures import VisionItem, joined
-from tessera.vision.runner import weight_bytes
 from tessera.vision.scheduler import VisionScheduler
 
 SIDE = 448
@@ -159,7 +158,7 @@ def test_the_stage_stays_within_its_share():
     warm_up.close()
     torch.cuda.synchronize()
     # Workspaces of the matrix library count as the process's own, not the stage's.
-    weights = weight_bytes(stage.runner.tower)
+    weights = stage.runner.tower.weight_bytes
     libraries = max(0, torch.cuda.memory_allocated() - before - weights - cache)
     torch.cuda.reset_peak_memory_stats()
     jobs = [Job(item(seed, 1 + seed % 13)) for seed in range(120)]

@@ -1,5 +1,6 @@
 """Batching: tiles of many requests share forwards, rows come back to the request they belong to."""
 
+import time
 import weakref
 
 import numpy as np
@@ -43,6 +44,14 @@ def test_forwards_are_cut_and_requests_go_out_independently(infer, forwards):
     launched = vision.launch([item(*pictures) for pictures in REQUESTS])
     found = [(pending.index, len(vision.runner.batches)) for pending in launched]
     assert found == list(zip([2, 0, 1, 3, 4, 5, 6, 7, 8, 9], forwards, strict=True))
+
+
+def test_what_launching_takes_is_counted(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    vision = encoder(8, runner=TileRunner(during=lambda number: now.append(now.pop() + 2.0)))
+    vision.encode([item(*pictures) for pictures in REQUESTS])
+    assert vision.launching_s == 2.0 * len(vision.runner.batches)
 
 
 @pytest.mark.parametrize(("busy", "programs"), [(True, [132, 132, 92]), (False, [132, 132, 132])])

@@ -10,8 +10,9 @@ import torch
 from tiny_qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tiny_qwen2_vl_tower import config_of, groups, picture, wires
 
+from tessera.kernels.graphs import GraphPool
 from tessera.kernels.operands import AttentionPlan
-from tessera.kernels.tower_attention import attend_in_triton, attend_within, attention_by, leaving_room
+from tessera.kernels.tower_attention import attend_in_triton, attend_within, leaving_room
 from tessera.kernels.tower_layers import PLAIN
 from tessera.kernels.tuning import MeasuredChoices, kernels_version
 from tessera.models.tower import load_tower
@@ -112,32 +113,44 @@ def test_pictures_of_which_some_groups_are_left_out(tower, graphs, monkeypatch):
     assert (narrow(pixels([(2, 24)]), every_fourth) is None) is (len(tower.reaches) > 1)
 
 
+@pytest.mark.parametrize(
+    ("bytes_of", "grids", "room", "by"),
+    [
+        (128, [(6, 8)], False, ("vision graphs", 48)),
+        (128, [(6, 8)], True, ("vision graphs", 48)),
+        (128, [(6, 4), (8, 8)], False, ("vision graphs", 96)),
+        (128, [(6, 4), (8, 8)], True, ("vision graphs with room", 96)),
+        (128, [(8, 16)], True, ("vision graphs with room", 128)),
+        (128, [(10, 14)], True, None),  # which would take more memory
+        (256, [(10, 14)], True, ("vision graphs with room", 160)),
+        (256, [(10, 18)], False, None),  # more than the setting's
+    ],
+)
 @torch.inference_mode()
-def test_large_forwards_are_graphs_too_and_have_twins_that_leave_room(tower, monkeypatch):
-    vision, plans = "tessera.models.qwen2_vl.vision", []
-    monkeypatch.setattr(f"{vision}.SIZES", (48,))
-    monkeypatch.setattr(f"{vision}.LARGE_SIZES", (96, 128, 160, 256))
-    monkeypatch.setattr(f"{vision}.gpu_kernels", lambda **_: PLAIN)
-    monkeypatch.setattr(f"{vision}.with_room", lambda plan: replace(plan, warps=8))
-    by_plan = "tessera.models.qwen2_vl.patch_tower.attention_by"
-    monkeypatch.setattr(by_plan, lambda plan: plans.append(plan) or attention_by(plan))
-    large = replace(PLAN, tokens=32)
-    recorded = {False: [PLAN] * len(tower.reaches), True: [large] * len(tower.reaches)}
-    forward = tower._with_graphs(160, attend_within, recorded.__getitem__, tower.activation_bytes(128 // 4))
-    for grids, room, plan in (
-        ([(6, 8)], False, PLAN),
-        ([(6, 8)], True, PLAN),
-        ([(6, 4), (8, 8)], False, large),
-        ([(6, 4), (8, 8)], True, replace(large, warps=8)),
-        ([(8, 16)], True, replace(large, warps=8)),
-        ([(10, 14)], True, None),  # which would take more memory
-    ):
-        plans.clear()  # on a CPU a replay computes
-        with leaving_room(room):
-            actual = forward(pixels(grids), wires(grids))
-        assert set(plans) == ({plan} if plan else set())
-        expected = tower(pixels(grids), wires(grids))
-        torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=1e-4)
+def test_large_forwards_are_graphs_too_and_have_twins_that_leave_room(tower, monkeypatch, bytes_of, grids, room, by):
+    ran, pools, record = [], [], GraphPool.record
+
+    def replay(pool, size):
+        ran.append((pool._what, size))
+        return pool._run(size)
+
+    monkeypatch.setattr("tessera.models.qwen2_vl.vision.SIZES", (48,))
+    monkeypatch.setattr("tessera.models.qwen2_vl.vision.LARGE_SIZES", (96, 128, 160, 256))
+    monkeypatch.setattr("tessera.models.qwen2_vl.vision.gpu_kernels", lambda **_: PLAIN)
+    monkeypatch.setattr("tessera.models.qwen2_vl.patch_tower.with_room", lambda plan: replace(plan, warps=8))
+    monkeypatch.setattr(GraphPool, "replay", replay)
+    monkeypatch.setattr(GraphPool, "record", lambda pool, prepare: pools.append(pool) or record(pool, prepare))
+    plans, bytes_at_most = [PLAN] * len(tower.reaches), tower.activation_bytes(bytes_of // 4)
+    forward = tower._with_graphs(160, attend_within, plans, plans, bytes_at_most)
+    with leaving_room(room):
+        actual = forward(pixels(grids), wires(grids))
+    expected = tower(pixels(grids), wires(grids))
+    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=1e-4)
+    assert ran == [by] * bool(by)
+    assert len(pools) == 3 and (DEVICE.type == "cpu" or len({pool._memory for pool in pools}) == 1)
+    # Where ours is not the fastest within every reach there are none.
+    tower._with_graphs(160, attend_within, plans, plans[1:], bytes_at_most)
+    assert [pool.sizes for pool in pools[3:]] == [[48]]
 
 
 @torch.inference_mode()
@@ -194,8 +207,9 @@ def test_a_runner_of_graphs_has_its_kernels_measured_where_there_are_none(tmp_pa
     monkeypatch.setattr(
         tower, "tuned", lambda cost, _, graphs: asked.append((cost, graphs)) or (lambda given, _: given)
     )
-    settings = VisionSettings("graph", infer_batch_size=2, dtype="bfloat16", device="cuda", memory_bytes=1000)
+    cache, share = 1 << 20, tower.weight_bytes + tower.activation_bytes(2 * 484) + (1 << 20) + 1000
+    settings = VisionSettings("graph", 2, dtype="bfloat16", device="cuda", memory_bytes=share, cache_bytes=cache)
     runner = TorchRunner.from_checkpoint(config, settings)
-    assert asked == [(2 * 484, 100)] and torch.equal(runner.run(torch.ones(3)), torch.ones(3))
+    assert asked == [(2 * 484, 500)] and torch.equal(runner.run(torch.ones(3)), torch.ones(3))
     plain = TorchRunner.from_checkpoint(config, VisionSettings("torch", dtype="bfloat16", device="cuda"))
     assert plain._forward is tower and len(asked) == 1

@@ -14,7 +14,6 @@ from tessera.models.registry import read_config
 from tessera.settings.stages import VisionSettings
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.memory import EmbeddingCache, RowBudget
-from tessera.vision.runner import weight_bytes
 
 HIDDEN = 4
 ROW = HIDDEN * torch.bfloat16.itemsize
@@ -50,7 +49,7 @@ def test_a_checkpoint_loads_with_enough_and_not_with_less(config):
     settings = VisionSettings(runner="torch", infer_batch_size=2, cache_bytes=1 << 20, memory_bytes=1 << 30)
     encoder = VisionEncoder.from_checkpoint(config, settings)
     side, rows = config.vision.image_size, config.vision.tokens_per_tile * config.text.hidden_size * 4
-    held = weight_bytes(encoder.runner.tower) + encoder.runner.activation_bytes(2) + 2 * side * side * 3 + (1 << 20)
+    held = encoder.runner.tower.weight_bytes + encoder.runner.activation_bytes(2) + 2 * side * side * 3 + (1 << 20)
     assert encoder.budget.capacity == (1 << 30) - held
     assert encoder.budget.bytes_per_unit == 2 * rows
     least = held + 2 * 2 * rows

@@ -116,7 +116,7 @@ def test_the_page_has_what_is_held_and_what_waits(backend, monkeypatch):
             gauges[name] = self.values
 
     monkeypatch.setattr(backend, "MetricFamily", Family)
-    encoder = SimpleNamespace(budget=SimpleNamespace(used_bytes=7), computed=5, lane=SimpleNamespace(launching_s=0.5))
+    encoder = SimpleNamespace(budget=SimpleNamespace(used_bytes=7), computed=5, launching_s=0.5)
     page = vision.page_of(SimpleNamespace(encoder=encoder, queue=[None] * 3))
     wait_until(lambda: all(gauges.values()))
     page.close()

@@ -18,10 +18,11 @@ class GraphPool(Generic[Result]):
     """``run(size)`` for the smallest of some ``sizes`` that holds a count: a graph's replay, on the CPU ``run`` itself.
 
     ``run`` reads static inputs, which are the caller's to fill; what of a size lies behind the count must do no harm,
-    and its rows are not read. What it returns lies in memory that the graphs share: the next replay overwrites it.
+    and its rows are not read. What it returns lies in memory that the graphs share: the next replay of any of them
+    overwrites it.
     ``what``, for the log: "decode graphs", and so on. Kernels of sizes up to ``urgent_up_to`` start before all others
     that wait for a multiprocessor, of other processes too under MPS; these graphs have memory of their own.
-    ``beside``: recorded graphs that never run at the same time, whose memory these share too.
+    ``beside``: recorded graphs that never run at the same time, with which these share it too.
     """
 
     def __init__(

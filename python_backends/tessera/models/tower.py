@@ -52,14 +52,19 @@ class Tower(torch.nn.Module):
         """
         raise NotImplementedError
 
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights take, quantized ones as well; they need not be filled."""
+        return sum(weight.nbytes for weight in (*self.parameters(), *self.buffers()))
+
     def activation_bytes(self, cost: int, scores: bool = False) -> int:
         """The most memory that a forward takes at a time, its rows included; ``scores``: attention writes its own."""
         raise NotImplementedError
 
     def tuned(self, cost: int, choices: MeasuredChoices | None, graph_bytes: float = math.inf) -> Forward:
         """The forward for so much, in a tower that does not split for up to that, with what is the fastest on its GPU;
-        without ``choices`` with what gives a picture the same bits whatever it is beside. It may record smaller ones
-        that take no more than ``graph_bytes`` each.
+        without ``choices`` with what gives a picture the same bits whatever it is beside. Of large forwards only those
+        are recorded as graphs that take no more than ``graph_bytes``.
 
         Without wires where the tower splits.
         """

@@ -85,12 +85,12 @@ def page_of(dispatcher: VisionScheduler) -> Renewed:
     )
 
     launching = Counter(
-        "tessera_vision_launching_seconds_total", "Time that launching the vision tower's forwards took its thread"
+        "tessera_vision_launching_seconds_total", "Time that the host took to launch the tower's forwards"
     )
 
     def renew() -> None:
         computed.raise_to(dispatcher.encoder.computed)
-        launching.raise_to(dispatcher.encoder.lane.launching_s)
+        launching.raise_to(dispatcher.encoder.launching_s)
         rows.set(dispatcher.encoder.budget.used_bytes)
         waiting.set(len(dispatcher.queue))
 

@@ -9,6 +9,7 @@ may have a small forward of their own, beside the one under way.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -94,6 +95,7 @@ class VisionEncoder:
     engine_busy: Callable[[], bool] = lambda: False
     alone: bool = False
     computed: int = field(default=0, init=False)  # pictures, but for those whose rows were known
+    launching_s: float = field(default=0.0, init=False)  # of the host for forwards; on the CPU they are over then
     _last_cost: int = field(default=0, init=False)  # of the last forward that was not beside another
 
     @classmethod
@@ -265,7 +267,9 @@ class VisionEncoder:
         wires = [] if self.runner.tower.splits else [picture.plan.told for picture, _ in readable]
         # A full forward is one of many, for which the tower needs all that the GPU has.
         with leaving_room(len(pixels) < _FULL * self.infer_batch_size and self.engine_busy()):
+            began = time.perf_counter()
             rows = self.runner.run(pixels, wires)
+            self.launching_s += time.perf_counter() - began
         pieces = rows.split([picture.rows_of(units) for picture, units in readable])
         for (picture, units), piece in zip(readable, pieces, strict=True):
             picture.parts.append(piece)

@@ -17,7 +17,6 @@ Python backend copies.
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -188,13 +187,9 @@ class LaunchedWork:
 
 
 class DeviceStreams:
-    """Launches work on ``device``. One thread launches; any may wait for what was launched.
-
-    ``launching_s``: seconds that launching took, on the CPU the work itself.
-    """
+    """Launches work on ``device``. One thread launches; any may wait for what was launched."""
 
     def __init__(self, device: str = "cpu") -> None:
-        self.launching_s = 0.0
         self.on_gpu = device != "cpu"
         self._stream = torch.cuda.Stream(device) if self.on_gpu else None
         # Its copies go first like its kernels, and no hardware queue is shared with the other stream: streams of one
@@ -250,13 +245,6 @@ class DeviceStreams:
             work()
 
     def _launched(self, work: Callable[[], Result], stream: torch.cuda.Stream | None) -> tuple[Result, LaunchedWork]:
-        began = time.perf_counter()
-        try:
-            return self._put(work, stream)
-        finally:
-            self.launching_s += time.perf_counter() - began
-
-    def _put(self, work: Callable[[], Result], stream: torch.cuda.Stream | None) -> tuple[Result, LaunchedWork]:
         if stream is None:
             return work(), LaunchedWork()
         with torch.cuda.stream(stream):

@@ -41,18 +41,13 @@ def reserved_bytes(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device)
 
 
-def weight_bytes(tower: Tower) -> int:
-    """What the tower's weights take, quantized ones as well; they need not be filled."""
-    return sum(weight.nbytes for weight in (*tower.parameters(), *tower.buffers()))
-
-
 def make_runner(config: CheckpointConfig, settings: VisionSettings) -> Runner:
     """Load the tower of a checkpoint. Raises CheckpointError or ConfigError saying what does not fit."""
     tower = tower_class(config)
     if settings.runner == "onnx" and tower.onnx_graph and not linears_in_fp8(config, settings):  # which no graph holds
         from tessera.vision.onnx_runner import MOST_BYTES, OnnxRunner
 
-        if weight_bytes(unfilled_tower(config)) <= MOST_BYTES:
+        if unfilled_tower(config).weight_bytes <= MOST_BYTES:
             return OnnxRunner.from_checkpoint(config, settings)
     if settings.quantization == "int8":
         raise ConfigError(f"no ONNX graph holds this {tower.__name__}, so none in int8: set quantization to checkpoint")
@@ -70,5 +65,5 @@ def load_runner(config: CheckpointConfig, settings: VisionSettings) -> tuple[Run
     device = torch.device(settings.device)
     before = reserved_bytes(device)
     runner = make_runner(config, settings)
-    kept = weight_bytes(runner.tower) if device.type == "cpu" else reserved_bytes(device) - before
+    kept = runner.tower.weight_bytes if device.type == "cpu" else reserved_bytes(device) - before
     return runner, kept

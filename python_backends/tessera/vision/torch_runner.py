@@ -29,8 +29,6 @@ from tessera.models.tower import Forward, Tower, Wires
 from tessera.settings.stages import VisionSettings
 from tessera.vision.fp8_tower import serving_tower
 
-_GRAPH_PART = 10  # of the stage's share, for the memory of recorded forwards: less than a full one takes on small cards
-
 
 class TorchRunner:
     """Runs the tower in the dtype and on the device its weights have, by ``forward`` or the tower's own."""
@@ -56,8 +54,8 @@ class TorchRunner:
             return cls(tower)
         fixed = FixedRows()
         with fixed.learning() if settings.deterministic else nullcontext():
-            recorded = settings.memory_bytes / _GRAPH_PART if settings.memory_bytes else math.inf
-            forward = tower.tuned(settings.infer_batch_size * tower.batch_unit, _choices(settings), recorded)
+            largest = settings.infer_batch_size * tower.batch_unit
+            forward = tower.tuned(largest, _choices(settings), _graph_bytes(tower, largest, settings))
         return cls(tower, forward, fixed if settings.deterministic else None)
 
     def activation_bytes(self, cost: int) -> int:
@@ -67,6 +65,14 @@ class TorchRunner:
     def run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
         with self._products:
             return self._forward(to_device(pixels, self.device), wires)
+
+
+def _graph_bytes(tower: Tower, largest: int, settings: VisionSettings) -> float:
+    """Of a large recorded forward at most: half of what the stage's share has beside the weights, the ``largest``
+    forward and the cache of rows; the rest is for rows on their way out."""
+    if not settings.memory_bytes:
+        return math.inf
+    return (settings.memory_bytes - tower.weight_bytes - tower.activation_bytes(largest) - settings.cache_bytes) / 2
 
 
 def _choices(settings: VisionSettings) -> MeasuredChoices | None:

@@ -1,10 +1,12 @@
 """What a tower of patches is to forwards and to graphs: in which order groups of patches go through it, and which of
 them see each other.
 
-Forwards of few patches as CUDA graphs: there the launches of some 300 kernels take longer than the kernels. A graph is
-recorded for each of some numbers of patches. A smaller forward is filled up with what the buffers held before, as
-pictures of their own.
+Forwards as CUDA graphs: of few patches the launches of some 300 kernels take longer than the kernels, and of 12,800
+they still take as long. A graph is recorded for each of some numbers of patches. A smaller forward is filled up with
+what the buffers held before, as pictures of their own.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ import torch
 from tessera.checkpoint.config import CheckpointConfig
 from tessera.kernels.graphs import GraphPool
 from tessera.kernels.operands import AttentionPlan, HopperPlan, query_tiles
-from tessera.kernels.tower_attention import Attend, attention_by
+from tessera.kernels.tower_attention import Attend, attention_by, room_is_left, with_room
 from tessera.kernels.tower_layers import PLAIN, TowerKernels
 from tessera.kernels.transfer import to_device
 from tessera.models.family import units_of
@@ -106,8 +108,9 @@ def _patches(height: int, width: int, merge: int, kept: bytes | None = None) -> 
     return height * width if kept is None else merge**2 * int.from_bytes(kept, "big").bit_count()
 
 
-#: patches of a forward that is worth a graph: beyond them a GPU's kernels take longer than a host's launches
+#: patches of a forward whose kernels take less time than their launches
 SIZES = (256, 512, 1024, 1536, 2048, 3072, 4096)
+#: about as long, or not much longer: while the language model computes, a host is often held up
 LARGE_SIZES = (*range(4608, 12801, 1024), 14336, 16384)
 _PICTURES = 64  # of a graph's forward: each may end in the middle of a tile of queries
 
@@ -117,7 +120,9 @@ class PatchGraphs:
 
     ``kernels`` are those of the recorded forwards, whose attention is ours by ``plans``, one for each of the tower's
     reaches; ``otherwise`` is the forward of more patches than the largest of ``sizes``, or of more small pictures or
-    parts of them; ``beside`` are others whose memory these share. On the CPU a replay computes.
+    parts of them. ``twins``: there is a second graph of each size, which leaves room for others where that is asked
+    for (:func:`~tessera.kernels.tower_attention.leaving_room`). ``beside``: others whose memory these graphs share. On
+    the CPU a replay computes.
     """
 
     def __init__(
@@ -128,40 +133,48 @@ class PatchGraphs:
         plans: Sequence[AttentionPlan | HopperPlan],
         kernels: TowerKernels,
         otherwise: Forward,
-        beside: "PatchGraphs | None" = None,
+        twins: bool = False,
+        beside: PatchGraphs | None = None,
     ) -> None:
         self._tower, self._kernels, self._otherwise = tower, kernels, otherwise
         self._reaches = list(zip(plans, tower.reaches, strict=True))
-        shared = None if beside is None else beside._graphs
-        self._graphs: GraphPool[torch.Tensor] = GraphPool("vision graphs", sizes, self._compute, device, beside=shared)
-        self._group, largest = tower.merge**2, self._graphs.sizes[-1]
+        self._group, largest = tower.merge**2, max(sizes)
         self._pixels = torch.zeros(largest // self._group, *tower.unit_shape, dtype=torch.uint8, device=device)
-        squares = {size: [(1, tower.merge, size // tower.merge)] for size in self._graphs.sizes}
+        squares = {size: [(1, tower.merge, size // tower.merge)] for size in sizes}
         self._places = {size: tower.places(wires, device) for size, wires in squares.items()}
         weight = next(tower.parameters())
         self._rows = torch.zeros(largest // self._group, tower.row_shape[1], dtype=weight.dtype, device=device)
         rooms = [self._room(plan, reach, largest) for plan, reach in self._reaches]
         self._tiles = [torch.zeros(room, 3, dtype=torch.int32, device=device) for room in rooms]
-        self._graphs.record(partial(self._cut, [[] for _ in rooms]))
+        prepare = partial(self._cut, [[] for _ in rooms])
+        run, shared = partial(self._compute, plans), None if beside is None else beside._graphs
+        self._graphs: GraphPool[torch.Tensor] = GraphPool("vision graphs", sizes, run, device, beside=shared)
+        self._graphs.record(prepare)
+        self._roomy = self._graphs
+        if twins and (roomy := [with_room(plan) for plan in plans]) != plans:
+            run = partial(self._compute, roomy)
+            self._roomy = GraphPool("vision graphs with room", sizes, run, device, beside=self._graphs)
+            self._roomy.record(prepare)
 
     def __call__(self, pixels: torch.Tensor, wires: Wires) -> torch.Tensor:
         """Rows that are the caller's to keep."""
-        patches, lengths = len(pixels) * self._group, self._tower.lengths(wires)
-        if patches > self._graphs.sizes[-1]:
+        patches, graphs = len(pixels) * self._group, self._roomy if room_is_left() else self._graphs
+        if patches > graphs.sizes[-1]:
             return self._otherwise(pixels, wires)
-        size, order = self._graphs.size_for(patches), self._tower.order(wires, pixels.device)
+        size, lengths = graphs.size_for(patches), self._tower.lengths(wires)
         if any(len(each) > self._parts(reach, size) for each, (_, reach) in zip(lengths, self._reaches)):
             return self._otherwise(pixels, wires)
+        order = self._tower.order(wires, pixels.device)
         self._cut(lengths, size)
         self._pixels[: len(pixels)].copy_(pixels if order is None else pixels[order[0]])
         for held, given in zip(self._places[size], self._tower.places(wires, pixels.device)):
             held[..., :patches, :].copy_(given)
-        rows = self._graphs.replay(size)[: len(pixels)]
+        rows = graphs.replay(size)[: len(pixels)]
         return rows.clone() if order is None else rows[order[1]]
 
-    def _compute(self, size: int) -> torch.Tensor:
+    def _compute(self, plans: Sequence[AttentionPlan | HopperPlan], size: int) -> torch.Tensor:
         attends = []
-        for (plan, reach), tiles in zip(self._reaches, self._tiles):
+        for plan, reach, tiles in zip(plans, self._tower.reaches, self._tiles):
             tiles = tiles[: self._room(plan, reach, size)]
             attends.append(partial(attention_by(plan), tiles=tiles, plan=plan))
         given = self._pixels[: size // self._group]

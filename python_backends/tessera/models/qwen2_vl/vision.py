@@ -20,19 +20,11 @@ from tessera.checkpoint.weights import Target, copy_whole
 from tessera.kernels.fixed_rows import fixed
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.operands import AttentionPlan, HopperPlan, filled_head
-from tessera.kernels.tower_attention import (
-    Attend,
-    VarlenAttention,
-    attend_in_triton,
-    fixed_plan,
-    room_is_left,
-    triton_configs,
-    with_room,
-)
+from tessera.kernels.tower_attention import Attend, VarlenAttention, attend_in_triton, fixed_plan, triton_configs
 from tessera.kernels.tower_layers import PLAIN, Fp8Linear, TowerKernels, gpu_kernels, varlen_backends
 from tessera.kernels.transfer import to_device
 from tessera.kernels.tuning import MeasuredChoices, machine_of
-from tessera.models.qwen2_vl.patch_tower import LARGE_SIZES, SIZES, PatchGraphs, PatchTower, Reach, places_of
+from tessera.models.qwen2_vl.patch_tower import LARGE_SIZES, SIZES, PatchGraphs, PatchTower, places_of
 from tessera.models.tower import MLP, Forward, TowerLayer, Wires, fold_normalisation
 
 EPS = 1e-6  # of every norm
@@ -182,8 +174,8 @@ class Qwen2ViT(PatchTower):
         heads, size, most = attention.heads, attention.head_size, cost * self.merge**2
         if choices is None:
             plan = fixed_plan(weight.device)
-            within = partial(attend_in_triton, plan=plan)
-            return self._with_graphs(most, within, lambda _: [plan] * len(self.reaches), graph_bytes)
+            alike, within = [plan] * len(self.reaches), partial(attend_in_triton, plan=plan)
+            return self._with_graphs(most, within, alike, alike, graph_bytes)
         qkv = torch.randn(most, 3, heads, size, dtype=weight.dtype, device=weight.device)
 
         def fastest(what: str, lengths: Sequence[int], ways: Mapping[str, VarlenAttention]) -> str:
@@ -194,54 +186,47 @@ class Qwen2ViT(PatchTower):
                 {name: _call(way, lengths, query, key, value) for name, way in ways.items()},
             )
 
-        def chosen_for(kind: str, reach: Reach, lengths: Sequence[int]) -> VarlenAttention:
-            ways = varlen_backends(weight.device, kind == "equal")
-            return ways[fastest(f"{kind} {reach.name}", lengths, ways)]
-
+        plans = triton_configs(weight.device)
+        ours = {name: partial(attend_in_triton, plan=plan) for name, plan in plans.items()}
         chosen: dict[int, tuple[VarlenAttention, VarlenAttention]] = {}
+        small, large = list[AttentionPlan | HopperPlan](), list[AttentionPlan | HopperPlan]()
         for reach in reversed(self.reaches):
-            largest = reach.lengths[0]
-            equal = chosen_for("equal", reach, [min(largest, most)] * max(1, most // largest))
-            chosen[largest] = equal, chosen_for("mixed", reach, _mixed(reach.lengths, most))
-
-        def recorded(large: bool) -> list[AttentionPlan | HopperPlan]:
-            plans, found = triton_configs(weight.device), []
-            ways = {name: partial(attend_in_triton, plan=plan) for name, plan in plans.items()}
-            for reach in self.reaches:
-                length = min(_SMALL, reach.lengths[0], most)
-                lengths = _mixed(reach.lengths, most) if large else [length] * (min(_SMALL, most) // length)
-                found.append(plans[fastest(f"{'large' if large else 'single'} {reach.name}", lengths, ways)])
-            return found
-
-        return self._with_graphs(most, partial(_by_kind, chosen), recorded, graph_bytes)
+            largest, length = reach.lengths[0], min(_SMALL, reach.lengths[0], most)
+            equal, mixed = varlen_backends(weight.device, True), varlen_backends(weight.device, False)
+            of_equal = fastest(f"equal {reach.name}", [min(largest, most)] * max(1, most // largest), equal)
+            of_mixed = fastest(f"mixed {reach.name}", _mixed(reach.lengths, most), mixed)
+            chosen[largest] = equal[of_equal], mixed[of_mixed]
+            if of_mixed in plans:
+                large.insert(0, plans[of_mixed])
+            if most >= SIZES[0]:
+                single = fastest(f"single {reach.name}", [length] * (min(_SMALL, most) // length), ours)
+                small.insert(0, plans[single])
+        return self._with_graphs(most, partial(_by_kind, chosen), small, large, graph_bytes)
 
     def _with_graphs(
         self,
         most: int,
         within: VarlenAttention,
-        recorded: Callable[[bool], Sequence[AttentionPlan | HopperPlan]],
+        small: Sequence[AttentionPlan | HopperPlan],
+        large: Sequence[AttentionPlan | HopperPlan],
         graph_bytes: float,
     ) -> Forward:
-        """The forward of up to ``most`` patches with this attention, where some sizes are graphs with the plans for
-        each reach that are ``recorded`` for small ones and for large ones. Large ones take ``graph_bytes`` at most, and
-        have twins that leave room."""
+        """The forward of up to ``most`` patches with this attention, where some sizes are graphs, whose plans are those
+        for each reach in ``small`` forwards, and in ``large`` ones. There are none of large ones where ours is not the
+        fastest within every reach; they have twins that leave room."""
         device, fp8 = self.patch_embedding.weight.device, isinstance(self.attention.output, Fp8Linear)
         kernels = partial(gpu_kernels, epilogue=self.epilogue and not fixed(), fp8=fp8)
         forward: Forward = partial(self, kernels=kernels(within=within))
-        small = (1, self.merge, self.merge)
-        for wires in ([small], [small, (1, self.merge, 2 * self.merge)]):  # compiles what would hold up requests
+        group = (1, self.merge, self.merge)
+        for wires in ([group], [group, (1, self.merge, 2 * self.merge)]):  # compiles what would hold up requests
             units = sum(height * width for _, height, width in wires) // self.merge**2
             forward(torch.zeros(units, *self.unit_shape, dtype=torch.uint8, device=device), wires)
         of_size, beside = self.activation_bytes, None
-        if sizes := [size for size in LARGE_SIZES if size <= most and of_size(size // self.merge**2) <= graph_bytes]:
-            record = partial(PatchGraphs, self, device, sizes, kernels=kernels(), otherwise=forward)
-            plans = recorded(True)
-            roomy = [with_room(plan) for plan in plans]
-            whole = forward = beside = record(plans=plans)
-            if roomy != plans:
-                forward = _by_room(whole, record(plans=roomy, beside=whole))
+        sizes = [size for size in LARGE_SIZES if size <= most and of_size(size // self.merge**2) <= graph_bytes]
+        if sizes and len(large) == len(self.reaches):
+            forward = beside = PatchGraphs(self, device, sizes, large, kernels(), forward, twins=True)
         sizes = [size for size in SIZES if size <= most]
-        return PatchGraphs(self, device, sizes, recorded(False), kernels(), forward, beside) if sizes else forward
+        return PatchGraphs(self, device, sizes, small, kernels(), forward, beside=beside) if sizes else forward
 
     def activation_bytes(self, cost: int, scores: bool = False) -> int:
         """With PLAIN kernels: in proportion to the patches, however they are spread over pictures.
@@ -305,10 +290,6 @@ def _by_kind(
     *_, last = chosen
     equal, mixed = chosen[next((most for most in chosen if max(lengths) <= most), last)]
     return (equal if len(set(lengths)) == 1 else mixed)(lengths, device)
-
-
-def _by_room(whole: Forward, roomy: Forward) -> Forward:
-    return lambda pixels, wires: (roomy if room_is_left() else whole)(pixels, wires)
 
 
 def _call(
