@@ -188,11 +188,11 @@ class Qwen2ViT(PatchTower):
 
         plans = triton_configs(weight.device)
         ours = {name: partial(attend_in_triton, plan=plan) for name, plan in plans.items()}
+        equal, mixed = varlen_backends(weight.device, True), varlen_backends(weight.device, False)
         chosen: dict[int, tuple[VarlenAttention, VarlenAttention]] = {}
         small, large = list[AttentionPlan | HopperPlan](), list[AttentionPlan | HopperPlan]()
         for reach in reversed(self.reaches):
             largest, length = reach.lengths[0], min(_SMALL, reach.lengths[0], most)
-            equal, mixed = varlen_backends(weight.device, True), varlen_backends(weight.device, False)
             of_equal = fastest(f"equal {reach.name}", [min(largest, most)] * max(1, most // largest), equal)
             of_mixed = fastest(f"mixed {reach.name}", _mixed(reach.lengths, most), mixed)
             chosen[largest] = equal[of_equal], mixed[of_mixed]
