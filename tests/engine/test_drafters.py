@@ -1,11 +1,13 @@
 """What is proposed, against twins that look at every place of the text; no engine, no device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from random import Random
 
 import numpy as np
 import pytest
 
+from tessera.engine.drafts.numbers import BEFORE, CONTEXT, Habits, Numbers
 from tessera.engine.drafts.text import (
     BETWEEN,
     CERTAIN,
@@ -112,17 +114,76 @@ def test_suffixes_are_those_of_a_search(seed: int) -> None:
                     longest, found = count, text[place : place + min(15, count)]
                     same = count == LONGEST and agreeing(text, place, answer) == LONGEST
         ends = [n for n, token in enumerate(found) if token == BETWEEN or (token in numbers and not same)]
-        assert suffixes.propose(answer, 15) == found[: ends[0] if ends else None]
+        end = ends[0] if ends else len(found)
+        proposed = suffixes.propose(answer, 15)
+        assert proposed[:end] == found[:end] and all(token in numbers for token in proposed[end : end + 1])
         known = answer
 
 
+DIGITS, SIGNS = frozenset(range(10)), [20, 21, 22, 23]
+SPACE = 24
+
+
+def layout(random: Random, blocks: int) -> list[int]:
+    """Of each block the left edge, which is the same in all, and the top, which is where the block above it ends, but
+    for the last of their two digits; then the bottom."""
+    tokens, bottom = list[int](), 10
+    for _ in range(blocks):
+        top, bottom = bottom // 10 * 10 + random.randrange(10), bottom + 10
+        tokens += [4, 2, SPACE, *divmod(top, 10), SPACE, *divmod(bottom, 10), *SIGNS]
+    return tokens
+
+
 def test_between_numbers_of_a_layout_all_is_proposed_that_stays() -> None:
-    digits, signs, random = frozenset(range(10)), [20, 21, 22, 23], Random(0)
-    layout = [token for _ in range(6) for token in (*(random.randrange(10) for _ in range(6)), *signs)]
-    suffixes = Suffixes((), EarlierAnswers(digits), "a")
-    proposed = [suffixes.propose(layout[:said], 15) for said in range(len(layout))]
-    assert proposed[26] == signs and proposed[28] == signs[2:]
-    assert all(place % 10 > 5 for place, tokens in enumerate(proposed) if tokens and place >= 20)
+    random = Random(0)
+    numbers = [token for _ in range(6) for token in (*(random.randrange(10) for _ in range(6)), *SIGNS)]
+    suffixes = Suffixes((), EarlierAnswers(DIGITS), "a")
+    proposed = [suffixes.propose(numbers[:said], 15) for said in range(len(numbers))]
+    assert proposed[26][:4] == SIGNS and proposed[28][:2] == SIGNS[2:]
+
+
+def test_numbers_begin_as_those_that_they_were_like_before() -> None:
+    answer, earlier = layout(Random(0), 8), EarlierAnswers(DIGITS)
+    suffixes = Suffixes((), earlier, "a")
+    proposed = {said: suffixes.propose(answer[:said], 15) for said in range(len(answer))}
+    for block in range(5, 8):
+        left, top, bottom = 12 * block, 12 * block + 3, 12 * block + 6
+        assert proposed[left - 4] == [*SIGNS, 4, 2, SPACE, answer[top]], "a top's last digit is anything"
+        assert proposed[top + 1][:2] != answer[top + 1 : top + 3], "which is known to nobody"
+        assert proposed[top + 2][:1] == [SPACE] and answer[bottom] not in proposed[top + 2]
+    another = Suffixes((), earlier, "a")
+    known = [another.propose(answer[:said], 15) for said in range(30)]
+    assert known[20] == [*SIGNS, 4, 2, SPACE, answer[27]], "what numbers do at a place is known of other answers"
+
+
+def test_numbers_are_told_apart_by_their_places() -> None:
+    """By a search: how often a number at such a place was like the one so many before it, the longer ago the less."""
+    random = Random(1)
+    answer = [random.choice((0, 1, 2, 20, 21)) for _ in range(400)]
+    for least in (0, 200):
+        habits = Habits()
+        numbers, known = Numbers(DIGITS, habits), dict[tuple[object, ...], tuple[float, float]]()
+        for said, token in enumerate(answer):
+            if said >= least and token in DIGITS:
+                for place, guess in places(answer[least:said]):
+                    right, tried = known.get(place, (0.25, 1.0))
+                    assert habits.share(place) == right / tried
+                    known[place] = right * 31 / 32 + (guess == token), tried * 31 / 32 + 1
+            if said >= least:
+                numbers.read([token])
+        assert len(known) > 20
+
+
+def places(answer: Sequence[int]) -> Iterator[tuple[tuple[object, ...], int]]:
+    """Of the number that comes next, or goes on: what stands in front of it, which one before it begins so, and how
+    many of its tokens are known; and the token of that one."""
+    runs = [[*run] for _, run in groupby(answer, DIGITS.__contains__)]
+    numbers = [tuple(run) for run in runs if run[0] in DIGITS]
+    begun = numbers.pop() if answer and answer[-1] in DIGITS else ()
+    context = tuple(token for token in answer if token not in DIGITS)[-CONTEXT:]
+    for back, number in enumerate(numbers[: -BEFORE - 1 : -1]):
+        if number[: len(begun)] == begun and number != begun:
+            yield (context, back, len(begun)), number[len(begun)]
 
 
 def steps(draft: TextDraft, answer: Sequence[int], most: int = 15) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tessera.engine.drafts.numbers import Habits, Numbers
 from tessera.engine.sequence import Request, with_marks
 from tessera.engine.structured_output.labels import label_token_ids
 
@@ -146,24 +147,30 @@ class EarlierAnswers:
     def __init__(self, numbers: frozenset[int] = frozenset(), names: int = 16, tokens: int = 4096) -> None:
         self.numbers = numbers
         self._names, self._tokens = names, tokens
-        self._of: OrderedDict[str, list[Occurrences]] = OrderedDict()
+        self._of: OrderedDict[str, tuple[list[Occurrences], Habits]] = OrderedDict()
 
     def of(self, name: str) -> Sequence[Occurrences]:
         """The newest first."""
-        if (kept := self._of.get(name)) is None:
-            return ()
-        self._of.move_to_end(name)
-        return kept
+        return self._kept(name)[0] if name in self._of else ()
+
+    def habits(self, name: str) -> Habits:
+        """Of their numbers."""
+        return self._kept(name)[1]
 
     def add(self, name: str, answer: Sequence[int]) -> None:
         """Keeps the beginning of an answer that is as long as all that is kept."""
-        kept = self._of.setdefault(name, [self._nothing()])
-        self._of.move_to_end(name)
-        if len(self._of) > self._names:
-            self._of.popitem(last=False)
+        kept, _ = self._kept(name)
         if len(kept[0].tokens) + len(answer) > self._tokens and kept[0].tokens:
             kept[:] = [self._nothing(), kept[0]]
         kept[0].extend([*answer[: self._tokens], BETWEEN])
+
+    def _kept(self, name: str) -> tuple[list[Occurrences], Habits]:
+        if name not in self._of:
+            self._of[name] = [self._nothing()], Habits()
+        self._of.move_to_end(name)
+        if len(self._of) > self._names:
+            self._of.popitem(last=False)
+        return self._of[name]
 
     def _nothing(self) -> Occurrences:
         return Occurrences(LEAST, numbers=self.numbers)
@@ -175,7 +182,8 @@ class Suffixes:
     nearly all wrong.
 
     In a layout or a list numbers change and what is between them does not. So they are alike where places are sought,
-    and none is proposed, unless the text agrees number by number as far as is looked.
+    and, unless the text agrees number by number as far as is looked, those that are proposed are not its own
+    (:class:`~tessera.engine.drafts.numbers.Numbers`).
 
     ``prompt``: as :func:`read_tokens` has it. ``name``: of the earlier answers.
     """
@@ -186,14 +194,15 @@ class Suffixes:
         self._unread = list(prompt)
         self._answer, self._prompt = (Occurrences(LEAST, numbers=earlier.numbers) for _ in range(2))
         self._earlier, self._name = earlier, name
+        self._numbers = Numbers(earlier.numbers, earlier.habits(name))
 
     def propose(self, outputs: Sequence[int], most: int) -> list[int]:
         """As :meth:`tessera.engine.drafts.drafter.Drafter.propose`."""
         if self._unread:
             self._prompt.extend(self._unread[:PIECE])
             del self._unread[:PIECE]
-        said, numbers = [*outputs[-LONGEST:]], self._earlier.numbers
-        last, longest = alike(said, numbers), 0
+        new, said = outputs[len(self._answer.tokens) :], [*outputs[-LONGEST:]]
+        last, longest, same = alike(said, self._earlier.numbers), 0, False
         row, found = tuple(last[-LEAST:]), list[int]()
         texts = self._answer, self._prompt, *self._earlier.of(self._name)
         places = ((each, place) for each in texts for place in reversed(each.behind.get(row, ())[-LATEST:]))
@@ -202,7 +211,9 @@ class Suffixes:
             if agreeing > longest and place < len(text.tokens):
                 longest, found = agreeing, text.tokens[place : place + min(most, agreeing)]
             if longest == LONGEST:
-                numbers = numbers if text.tokens[place - LONGEST : place] != said else frozenset()
+                same = text.tokens[place - LONGEST : place] == said
                 break
-        self._answer.extend(outputs[len(self._answer.tokens) :])
-        return [*takewhile(lambda token: token != BETWEEN and token not in numbers, found)]
+        self._answer.extend(new)
+        self._numbers.read(new)
+        found = [*takewhile(lambda token: token != BETWEEN, found)]
+        return found if same else self._numbers.filled(found)
