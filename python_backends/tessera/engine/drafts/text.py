@@ -58,14 +58,16 @@ class Occurrences:
         for place, row in enumerate(rows, begin + self._order):
             self.behind.setdefault(row, []).append(place)
 
-    def agreeing(self, place: int, answer: Sequence[int], end: int, most: int) -> int:
-        """How many tokens before ``place``, up to this many, are those of an answer before ``end``, which has its
-        numbers as :func:`alike` has them."""
+    def agreeing(self, place: int, answer: Sequence[int], end: int, most: int, beyond: int = 0) -> int:
+        """How many tokens before ``place``, up to ``most``, are those of an answer before ``end``, which has its numbers
+        as :func:`alike` has them; 0 where they are not more than ``beyond``."""
         tokens, most = self._alike, min(most, place, end)
+        if most <= beyond or tokens[place - beyond - 1 : place] != answer[end - beyond - 1 : end]:
+            return 0
         if tokens[place - most : place] == answer[end - most : end]:  # in layouts mostly
             return most
-        count = 0
-        while count < most and tokens[place - 1 - count] == answer[end - 1 - count]:
+        count = beyond + 1
+        while tokens[place - 1 - count] == answer[end - 1 - count]:
             count += 1
         return count
 
@@ -117,8 +119,7 @@ class TextDraft:
         following = bisect_left(behind, here)
         before = behind[max(0, following - MOST_PLACES) : following]
         for place in (*behind[following : following + MOST_PLACES], *before):
-            agreeing = self._pairs.agreeing(place, outputs, end, LONGEST)
-            if agreeing > self._agreeing:
+            if agreeing := self._pairs.agreeing(place, outputs, end, LONGEST, beyond=self._agreeing):
                 self._place, self._agreeing = place, agreeing
         if not self._agreeing:
             if outputs[end - 1] in near:
@@ -207,8 +208,8 @@ class Suffixes:
         texts = self._answer, self._prompt, *self._earlier.of(self._name)
         places = ((each, place) for each in texts for place in reversed(each.behind.get(row, ())[-LATEST:]))
         for text, place in places:
-            agreeing = text.agreeing(place, last, len(last), LONGEST)
-            if agreeing > longest and place < len(text.tokens):
+            agreeing = text.agreeing(place, last, len(last), LONGEST, beyond=longest)
+            if agreeing and place < len(text.tokens):
                 longest, found = agreeing, text.tokens[place : place + min(most, agreeing)]
             if longest == LONGEST:
                 same = text.tokens[place - LONGEST : place] == said
