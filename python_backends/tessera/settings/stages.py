@@ -77,8 +77,8 @@ class EngineConfig:
 
     @property
     def max_rows(self) -> int:
-        """Tokens that a step may choose: one a sequence, and as many again behind drafts."""
-        return self.max_sequences * (2 if self.drafts else 1)
+        """Tokens that a step may choose: one a sequence, and twice as many behind drafts."""
+        return self.max_sequences * (3 if self.drafts else 1)
 
 
 @dataclass(frozen=True)
