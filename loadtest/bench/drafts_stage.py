@@ -18,6 +18,7 @@ from tessera.engine.sequence import SampledToken, Sequence
 
 RIGHT, WRONG, NONE = MARKS = 279, 756, 432
 """In the vocabulary of MinerU2.5's shape."""
+_RIGHT = RIGHT, None
 take, start = Sequence.take, messages.start_process
 
 
@@ -36,8 +37,7 @@ def taken(sequence: Sequence, chosen: list[SampledToken]) -> list[SampledToken]:
     said = len(sequence.outputs)
     marks = (sequence.request.sampling.draft or "")[2 * said + 1 : 2 * (said + len(chosen)) : 2]
     if "=" in marks:
-        ours = [(RIGHT, each[1]) if mark == "=" else each for mark, each in zip(marks, chosen)]
-        chosen = ours + chosen[len(ours) :]
+        chosen = [_RIGHT if mark == "=" else each for mark, each in zip(marks, chosen)] + chosen[len(marks) :]
     return take(sequence, chosen)
 
 
