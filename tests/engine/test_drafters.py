@@ -327,3 +327,7 @@ def test_earlier_answers_are_bounded_in_tokens_and_names() -> None:
     assert earlier.of("a")
     earlier.add("c", [1])
     assert [bool(earlier.of(name)) for name in "abc"] == [True, False, True], "the one not used for longest goes"
+    suffixes = Suffixes([], earlier, "d")  # requests come by another thread
+    assert [bool(earlier.of(name)) for name in "ac"] == [True, True]
+    suffixes.propose([], 1)
+    assert [bool(earlier.of(name)) for name in "ac"] == [False, True]

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice, repeat, takewhile
 from typing import TYPE_CHECKING
 
@@ -59,8 +59,8 @@ class Occurrences:
             self.behind.setdefault(row, []).append(place)
 
     def agreeing(self, place: int, answer: Sequence[int], end: int, most: int, beyond: int = 0) -> int:
-        """How many tokens before ``place``, up to ``most``, are those of an answer before ``end``, which has its numbers
-        as :func:`alike` has them; 0 where they are not more than ``beyond``."""
+        """How many tokens before ``place``, up to ``most``, are those of an answer before ``end``, whose numbers are
+        as :func:`alike` has them; 0 where they are no more than ``beyond``."""
         tokens, most = self._alike, min(most, place, end)
         if most <= beyond or tokens[place - beyond - 1 : place] != answer[end - beyond - 1 : end]:
             return 0
@@ -195,7 +195,10 @@ class Suffixes:
         self._unread = list(prompt)
         self._answer, self._prompt = (Occurrences(LEAST, numbers=earlier.numbers) for _ in range(2))
         self._earlier, self._name = earlier, name
-        self._numbers = Numbers(earlier.numbers, earlier.habits(name))
+
+    @cached_property
+    def _numbers(self) -> Numbers:  # not with a request: only the thread that steps looks into earlier answers
+        return Numbers(self._earlier.numbers, self._earlier.habits(self._name))
 
     def propose(self, outputs: Sequence[int], most: int) -> list[int]:
         """As :meth:`tessera.engine.drafts.drafter.Drafter.propose`."""
