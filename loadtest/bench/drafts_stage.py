@@ -32,7 +32,7 @@ class Marked(engine.TextDraft):
 
 def taken(sequence: Sequence, chosen: list[SampledToken]) -> list[SampledToken]:
     """As if the model had chosen what is marked as right, whether it was proposed or not. By itself it hardly ever
-    chooses one of the marks, each of which is two letters of the request's draft. In few words, for the device waits
+    chooses one of the marks, each of which is two letters of the request's draft. Kept short: the device waits
     for it."""
     said = len(sequence.outputs)
     marks = (sequence.request.sampling.draft or "")[2 * said + 1 : 2 * (said + len(chosen)) : 2]

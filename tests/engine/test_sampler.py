@@ -9,6 +9,7 @@ import torch
 from engine_fakes import make_request
 from penalties_reference import penalized
 
+from tessera.engine.execution import sampler
 from tessera.engine.execution.penalties import Histories, echoes, history
 from tessera.engine.execution.sampler import SamplingRow, allowed_tokens, greedy, sample, uniform
 from tessera.engine.sequence import MOST_MARGIN, SamplingParameters, Sequence
@@ -55,8 +56,10 @@ def test_of_equally_likely_tokens_a_deterministic_server_reports_the_first():
     assert [token for token, _ in peaks.top] == [7, 107, 207, 307, 407]
 
 
-def test_a_deterministic_server_samples_as_others_do():
+@pytest.mark.parametrize("at_once", [256, 16])
+def test_a_deterministic_server_samples_as_others_do(at_once, monkeypatch):
     """The same tokens, but for one whose number falls between two sums."""
+    monkeypatch.setattr(sampler, "_ROWS_AT_ONCE", at_once)
     logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(1)) * 2
     rows = [row(seed, seed, temperature=0.9, top_p=0.9, top_k=40, logprobs=3) for seed in range(len(logits))]
     expected = tokens(logits.clone(), rows)

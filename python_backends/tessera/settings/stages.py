@@ -77,7 +77,7 @@ class EngineConfig:
 
     @property
     def max_rows(self) -> int:
-        """Tokens that a step may choose: one a sequence, and twice as many behind drafts."""
+        """Tokens that a step may choose, those behind drafts too."""
         return self.max_sequences * (3 if self.drafts else 1)
 
 

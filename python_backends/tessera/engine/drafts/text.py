@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import islice, repeat, takewhile
+from itertools import repeat, takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,13 +50,12 @@ class Occurrences:
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        begin = max(0, len(self.tokens) + 1 - self._order)
+        first = max(self._order, len(self.tokens) + 1)
         self.tokens += tokens
         if self._numbers:
             self._alike += alike(tokens, self._numbers)
-        rows = zip(*(islice(self._alike, begin + ahead, None) for ahead in range(self._order)))
-        for place, row in enumerate(rows, begin + self._order):
-            self.behind.setdefault(row, []).append(place)
+        for place in range(first, len(self.tokens) + 1):
+            self.behind.setdefault(tuple(self._alike[place - self._order : place]), []).append(place)
 
     def agreeing(self, place: int, answer: Sequence[int], end: int, most: int, beyond: int = 0) -> int:
         """How many tokens before ``place``, up to ``most``, are those of an answer before ``end``, whose numbers are
@@ -142,7 +141,8 @@ def read_tokens(input_ids: np.ndarray, spans: np.ndarray) -> list[int]:
 
 class EarlierAnswers:
     """The last answers by name: of each name between ``tokens`` and twice as many tokens, of at most ``names`` names;
-    the one that was not used for longest goes first. By default 131,072 tokens, in 27 MB. ``numbers``: the tokens that
+    the one that was not used for longest goes first. By default 131,072 tokens, in 27 MB, and
+    habits of their numbers in 13. ``numbers``: the tokens that
     have nothing but digits."""
 
     def __init__(self, numbers: frozenset[int] = frozenset(), names: int = 16, tokens: int = 4096) -> None:
@@ -197,7 +197,7 @@ class Suffixes:
         self._earlier, self._name = earlier, name
 
     @cached_property
-    def _numbers(self) -> Numbers:  # not with a request: only the thread that steps looks into earlier answers
+    def _numbers(self) -> Numbers:  # made at the first call, by the thread that steps: requests come by another one
         return Numbers(self._earlier.numbers, self._earlier.habits(self._name))
 
     def propose(self, outputs: Sequence[int], most: int) -> list[int]:
@@ -206,16 +206,14 @@ class Suffixes:
             self._prompt.extend(self._unread[:PIECE])
             del self._unread[:PIECE]
         new, said = outputs[len(self._answer.tokens) :], [*outputs[-LONGEST:]]
-        last, longest, same = alike(said, self._earlier.numbers), 0, False
+        last, longest, same = alike(said, self._earlier.numbers), LEAST - 1, False
         row, found = tuple(last[-LEAST:]), list[int]()
-        texts = self._answer, self._prompt, *self._earlier.of(self._name)
-        places = ((each, place) for each in texts for place in reversed(each.behind.get(row, ())[-LATEST:]))
-        for text, place in places:
-            agreeing = text.agreeing(place, last, len(last), LONGEST, beyond=longest)
-            if agreeing and place < len(text.tokens):
-                longest, found = agreeing, text.tokens[place : place + min(most, agreeing)]
+        for text in (self._answer, self._prompt, *self._earlier.of(self._name)):
+            for place in text.behind.get(row, ())[: -LATEST - 1 : -1]:
+                if (agreeing := text.agreeing(place, last, len(last), LONGEST, longest)) and place < len(text.tokens):
+                    longest, found = agreeing, text.tokens[place : place + min(most, agreeing)]
+                    same = agreeing == LONGEST and text.tokens[place - LONGEST : place] == said
             if longest == LONGEST:
-                same = text.tokens[place - LONGEST : place] == said
                 break
         self._answer.extend(new)
         self._numbers.read(new)

@@ -150,8 +150,8 @@ def sample(
     only = {i: row.mask for i, row in enumerate(rows) if isinstance(row.mask, int)}
     drawn = [i for i, row in enumerate(rows) if row.parameters.temperature > 0 and i not in only]
     if drawn:
-        for first in range(0, len(drawn), _DRAWN_AT_ONCE):
-            part = drawn[first : first + _DRAWN_AT_ONCE]
+        for first in range(0, len(drawn), _ROWS_AT_ONCE):
+            part = drawn[first : first + _ROWS_AT_ONCE]
             chosen = to_device(np.array(part, np.int64), device)
             tokens[chosen] = _draw(logits[chosen].float(), [rows[i] for i in part])
     if only:
@@ -176,8 +176,10 @@ def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
     if not fixed():
         return logits.log_softmax(dim=-1)
     logits -= logits.amax(dim=-1, keepdim=True)
-    sums = _counted(logits.exp()).sum(dim=-1, keepdim=True)
-    return logits.sub_((sums.double() / _ONE).log().float())
+    for part in logits.split(_ROWS_AT_ONCE):
+        sums = _counted(part.exp()).sum(dim=-1, keepdim=True)
+        part.sub_((sums.double() / _ONE).log().float())
+    return logits
 
 
 def _biased(logits: torch.Tensor, biased: list[tuple[int, int, float]]) -> torch.Tensor:
@@ -229,9 +231,11 @@ def _likeliest(logprobs: torch.Tensor, most: int) -> torch.Tensor:
     first."""
     if not fixed():
         return logprobs.topk(most, dim=-1).indices
-    bits = logprobs.view(torch.int32).to(torch.int64)  # negative numbers, the larger the further from 0
-    tokens = torch.arange(logprobs.shape[1], device=logprobs.device)
-    return (-(bits & 0x7FFFFFFF) * (1 << 32) - tokens).topk(most, dim=-1).indices
+    tokens, chosen = torch.arange(logprobs.shape[1], device=logprobs.device), []
+    for part in logprobs.split(_ROWS_AT_ONCE):
+        bits = part.view(torch.int32).to(torch.int64)  # negative numbers, the larger the further from 0
+        chosen.append((-(bits & 0x7FFFFFFF) * (1 << 32) - tokens).topk(most, dim=-1).indices)
+    return torch.cat(chosen)
 
 
 def uniform(seed: int, place: int) -> float:
@@ -268,4 +272,4 @@ def _draw(logits: torch.Tensor, rows: SequenceType[SamplingRow]) -> torch.Tensor
     return order.gather(1, place.minimum(kept - 1).clamp(min=0))[:, 0]  # of NaN none is kept
 
 
-_DRAWN_AT_ONCE = 256  # rows, each of which takes 60 bytes a token of the vocabulary meanwhile
+_ROWS_AT_ONCE = 256  # each of them takes up to 60 bytes a token of the vocabulary meanwhile
