@@ -197,7 +197,6 @@ def main() -> int:
     parser.add_argument("--accepted", type=Path, default=Path("drafts.zip"), help="what acceptance writes for replay")
     parser.add_argument("--loads", nargs="+", default=["c10", "saturated"], help="replay")
     parser.add_argument("--kinds", nargs="+", default=[""], help="replay: of crops, each alone; '': all of them")
-    parser.add_argument("--right", action="store_true", help="replay: as if all tokens were drafted, and rightly")
     options = parser.parse_args()
     module, function = PARTS[options.part]
     return getattr(import_module(module), function)(options) or 0

@@ -161,8 +161,7 @@ def pages_of(options: argparse.Namespace) -> int:
 
 def run_replay(options: argparse.Namespace) -> None:
     """Pages of MinerU2.5's shape in turns, with the drafts as they were accepted; with one kind of crops alone.
-    `ceiling`: without drafts, were the tokens of crops but the first at no cost. ``--right``: as if every token of
-    layouts and crops were drafted, and rightly, which no drafter surpasses."""
+    `ceiling`: without drafts, were the tokens of crops but the first at no cost."""
     pages = len(ReplaySet(options.accepted).pages)
     with tempfile.TemporaryDirectory(prefix="tessera-drafts-") as place:
         repository = Path(place, "model_repository")
@@ -171,7 +170,7 @@ def run_replay(options: argparse.Namespace) -> None:
         replay.encode_all(options.accepted, Path(place), pages)
 
         def read(load: replay.Load, server: Running, seed: int) -> Taken:
-            load = replace(load, pages=options.in_flight or load.pages, draft=f" {RIGHT}" * options.right)
+            load = replace(load, pages=options.in_flight or load.pages)
             connect = partial(replay.connection, Target("tessera", server.grpc), True)
             reader = replay.Reader(connect, options.accepted, Path(place), load, seed)
             count, gpus = replay.pages_of_a_run(load, 0), setup(options).gpus
@@ -185,10 +184,8 @@ def run_replay(options: argparse.Namespace) -> None:
         with both(options, options.checkpoint or MINERU, repository) as servers:
             compared = turns(options, servers, asked)
             for name, found in compared.items():
-                accepted = "all right" if options.right else "accepted as measured"
-                about = {"what": f"{accepted}, random weights", "pages": pages}
-                emit(options, f"pages.{name}{'.right' * options.right}.ratio", found, **about)
-            for name in options.loads if "" in options.kinds and not options.right else ():
+                emit(options, f"pages.{name}.ratio", found, what="accepted as measured, random weights", pages=pages)
+            for name in options.loads if "" in options.kinds else ():
                 load, usual = replace(replay.LOADS[name], crops_end=True), compared[name]
                 best = read(load, servers[1], random.randrange(1 << 30)).run.requests_s
                 below = fmean(usual.worth(told) for told, _ in usual.turns)

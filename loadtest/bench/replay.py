@@ -79,8 +79,6 @@ class Load:
     """Which pictures are without equal groups of patches: crops, or all."""
     crops_end: bool = False
     """With their first token."""
-    draft: str = ""
-    """Of each token of every answer, in place of the request's own."""
 
     def prunes(self, number: int) -> bool:
         """Whether the picture of a page's request is; that of request 0 is the layout's."""
@@ -190,8 +188,6 @@ class Reader:
         request: Request = pages.pages[page].requests[number]
         if self._load.part or (number and self._load.crops_end):
             request = replace(request, tokens=1)
-        if self._load.draft:
-            request = replace(request, draft=self._load.draft * request.tokens)
         picture = picture_file(self._folder, page, number).read_bytes()
         messages = pages.client.messages(request, marked(picture, f"{self._seed} {turn} {number}"))
         policy = {"tile_policy": {"prune": "equal"}} if self._load.prunes(number) else {}
