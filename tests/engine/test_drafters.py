@@ -98,27 +98,35 @@ def test_suffixes_are_those_of_a_search(seed: int) -> None:
     answers = [[random.randrange(tokens) for _ in range(12)] for _ in range(2)]
     for answer in answers:
         earlier.add("a", answer)
-    suffixes, whole = Suffixes(prompt, earlier, "a"), answer_like(prompt, random, tokens)
-    known = list[int]()
-    for said in range(25):
+    suffixes, whole, longest = Suffixes(prompt, earlier, "a"), answer_like(prompt, random, tokens), 0
+    at, place, same, found = 0, 0, 0, list[int]()  # a text, a place there, and how many tokens before it are the same
+    for said in range(min(60, len(whole))):
         answer = whole[:said]
-        texts = [known, prompt, [*answers[0], BETWEEN, *answers[1], BETWEEN]]
-        found, longest = list[int](), 0
-        for text in texts:
-            # Of a text the eight newest places are looked at, and of these the newest of the longest.
-            places = [
-                (agreeing(alike(text, numbers), place, alike(answer, numbers)), place) for place in range(len(text))
-            ]
-            for count, place in [each for each in places if each[0] >= LEAST][: -LATEST - 1 : -1]:
-                if count > longest:
-                    longest, found = count, text[place : place + min(15, count)]
-                    same = count == LONGEST and agreeing(text, place, answer) == LONGEST
-        ends = [n for n, token in enumerate(found) if token == BETWEEN or (token in numbers and not same)]
-        end = ends[0] if ends else len(found)
+        texts = [answer, prompt, [*answers[0], BETWEEN, *answers[1], BETWEEN]]
+        if longest == LONGEST and place + 1 < len(texts[at]) and goes_on(texts[at][place], answer[-1], numbers):
+            # Where all that is looked at agreed, and the text went on as the answer, no other place is sought.
+            same = same + 1 if texts[at][place] == answer[-1] else 0
+            place += 1
+            found = texts[at][place : place + 15]
+        else:
+            found, longest = [], 0
+            for number, text in enumerate(texts):
+                # Of a text the eight newest places are looked at, and of these the newest of the longest.
+                ends = range(len(text) + (text is answer))
+                found_at = [(agreeing(alike(text, numbers), end, alike(answer, numbers)), end) for end in ends]
+                for count, end in [each for each in found_at if each[0] >= LEAST][: -LATEST - 1 : -1]:
+                    if count > longest and end < len(text):
+                        longest, found, at, place = count, text[end : end + min(15, count)], number, end
+            same = LONGEST * (longest == LONGEST and agreeing(texts[at], place, answer) == LONGEST)
+        until = [n for n, token in enumerate(found) if token == BETWEEN or (token in numbers and same < LONGEST)]
+        end = until[0] if until else len(found)
         proposed = suffixes.propose(answer, 15)
         assert proposed[:end] == found[:end] and len(proposed) <= len(found)
-        assert all(one == other or numbers.issuperset((one, other)) for one, other in zip(proposed, found))
-        known = answer
+        assert all(goes_on(*pair, numbers) for pair in zip(proposed, found))
+
+
+def goes_on(one: int, other: int, numbers: frozenset[int]) -> bool:
+    return one == other or numbers.issuperset((one, other))
 
 
 DIGITS, SIGNS = frozenset(range(10)), [20, 21, 22, 23]
@@ -155,6 +163,29 @@ def test_numbers_begin_as_those_that_they_were_like_before() -> None:
     another = Suffixes((), earlier, "a")
     known = [another.propose(answer[:said], 15) for said in range(30)]
     assert known[20] == [*SIGNS, 4, 2, SPACE, answer[27]], "what numbers do at a place is known of other answers"
+
+
+def test_a_text_that_agrees_in_its_numbers_too_is_copied_as_long_as_it_does() -> None:
+    random, earlier = Random(0), EarlierAnswers(DIGITS)
+    text = [token for block in range(6) for token in (*(random.randrange(10) for _ in range(6)), *range(100, 116, 4))]
+    text = [token + place // 10 if token >= 100 else token for place, token in enumerate(text)]
+    earlier.add("a", text)
+    suffixes = Suffixes((), earlier, "a")
+    assert suffixes.propose(text[:20], 15) == text[20:35]
+    assert suffixes.propose(text[:22], 15) == text[22:37]
+    other = [*text[:22], (text[22] + 1) % 10, *text[23:26]]
+    assert suffixes.propose(other, 15)[:4] == text[26:30], "but for numbers it still agrees"
+    for each in (suffixes, Suffixes((), earlier, "a")):
+        assert each.propose([*other, *text[26:32]], 15)[:4] != text[32:36]
+    assert suffixes.propose([*other, *text[26:42]], 15) == text[42:57]
+
+
+def test_where_a_text_ends_another_is_sought() -> None:
+    earlier = EarlierAnswers()
+    earlier.add("a", [*range(30)])
+    suffixes = Suffixes([*range(20)], earlier, "a")
+    assert suffixes.propose([*range(19)], 15) == [19], "of the prompt, where as much agrees"
+    assert suffixes.propose([*range(20)], 5) == [20, 21, 22, 23, 24]
 
 
 def test_numbers_are_told_apart_by_their_places() -> None:
