@@ -189,7 +189,7 @@ def test_where_a_text_ends_another_is_sought() -> None:
 
 
 def test_numbers_are_told_apart_by_their_places() -> None:
-    """By a search: how often a number at such a place was like another one before it; what is longer ago counts less."""
+    """By a search: how often a number at such a place was like another before it; what is long ago counts less."""
     random = Random(1)
     answer = [random.choice((0, 1, 2, 20, 21)) for _ in range(400)]
     for least in (0, 200):
