@@ -6,9 +6,9 @@ NAME=drafts`; docs/drafts.md).
     python loadtest/bench drafts exact         the same requests, token by token: `drafts.differences.*`
     python loadtest/bench drafts parse         `tessera parse` with the default document model: `drafts.cpu.pages.ratio`
     python loadtest/bench drafts ceiling       what that could be were crops' tokens at no cost
-    python loadtest/bench drafts acceptance    what the text layers of pages say rightly, and drafts.zip for the next
-    python loadtest/bench drafts replay        pages of MinerU2.5's shape, its drafts accepted as measured by the model
-                                               before: `drafts.pages.c10.ratio`
+    python loadtest/bench drafts acceptance    what the text layers of pages say rightly, and drafts.zip for the next:
+                                               the pages and the model's answers
+    python loadtest/bench drafts replay        pages of MinerU2.5's shape with these answers: `drafts.pages.c10.ratio`
 
 `json` and `off_cost` are of InternVL3-8B's shape with random weights, which write whatever the schema leaves free: two
 servers side by side on shares of a GPU, in turns until the ratio is known; no turn begins after `--seconds`. With
@@ -66,7 +66,7 @@ JSON = Job("json", 448, 448, 512, 10, prompts=(ASKED,), more={"json_schema": SCH
 def drafting(options: argparse.Namespace, checkpoint: Path, settings: Mapping[str, str] = {}) -> tuple[Setup, Setup]:
     """A server with drafts and one without, or that of another checkout; shapes have random weights."""
     given, off = setup(options), {"language_model.drafts": "0"}
-    shape = given.random_weights or checkpoint in (SHAPE, MINERU)
+    shape = given.random_weights or not [*checkpoint.glob("*.safetensors")]
     below = replace(given, checkpoint=checkpoint, random_weights=shape, settings={**settings, **given.settings})
     above = replace(below, settings={"language_model.drafts": "15", **below.settings})
     if options.below:

@@ -1,20 +1,23 @@
 """Drafts of documents: what the text layers of the fixed pages say of the model's answers, `tessera parse` with drafts
-and without, and pages of MinerU2.5's shape whose drafts are accepted as was measured (parts of `drafts`).
+and without, and pages of MinerU2.5's shape with those answers (parts of `drafts`).
 
 Blocks are the generator's own, asked as MinerU's client asks for them, one by one; an answer is what the default
 document model says. Each of its tokens is one that the draft has at that place, another one than it has, or one for
-which it has none: the answer's marks. They are counted in that model's tokens, nearly all of one character, and in
-those of MinerU2.5's shape, whose 8,004 are made to do as MinerU2.5's own; there earlier answers draft as well, layouts
-too. That shape has random weights and no answers of its own, so that :mod:`bench.drafts_stage` has its server accept
-by the marks that a request carries as its draft.
+which it has none. They are counted in that model's tokens, nearly all of one character, and in those of MinerU2.5's
+shape, whose 8,004 are made to do as MinerU2.5's own. That shape has random weights and no answers of its own, so that
+:mod:`bench.drafts_stage` gives it these: requests carry their text and the name of what they have in common, as those
+of `tessera parse` do, and the server's own drafters propose. A page comes again after 200 others, of whose answers a
+server remembers those of the last four or so.
 """
 
 import argparse
+import json
 import random
 import shutil
 import sys
 import tempfile
 import time
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -37,8 +40,7 @@ from bench import drafts_pages, replay, replay_set
 from bench.drafts import DOCUMENTS, MINERU, both, drafting, emit, figure_name, turns
 from bench.drafts_exact import Case, ask_all
 from bench.replay_set import Page, ReplaySet, Request
-from tessera.engine.drafts.drafter import Drafter
-from tessera.engine.drafts.text import EarlierAnswers, Suffixes, TextDraft
+from tessera.engine.drafts.text import TextDraft
 from tessera.prompt.tokenizer import Tokenizer
 from tessera_documents import TesseraVlmClient
 from tessera_documents.engine import Mineru
@@ -46,8 +48,9 @@ from tessera_documents.job import Job, quiet
 from tessera_documents.sources import open_document
 
 RIGHT, WRONG, NONE = "=x-"
-JOB = "pages"
-"""The name of what answers have in common."""
+ANSWERS = "answers.json"
+"""In the set of pages: the texts of all answers; beside the stage: their tokens."""
+POOL = "pages"
 PAGES_A_TURN = 20
 STAGE = Path(__file__).with_name("drafts_stage.py")
 CLIENT, _ = replay_set.parse(replay_set.RECORDED.read_text())
@@ -80,7 +83,7 @@ def asked_about(pdf: Path, number: int) -> list[Asked]:
     for block in pages.read_blocks(page):
         kind, box = block.kind if block.kind in CLIENT.kinds else "[default]", pages.thousandths(block.box, page)
         draft = text and text.draft(block.kind, [side / 1000 for side in box])
-        asked.append((block.kind, Request(kind, 0, box, draft or "")))
+        asked.append((block.kind, Request(kind, 0, box, {"draft": draft} if draft else {})))
     ends = {"ignore_eos": False, "max_tokens": 2048}
     return [
         Asked(
@@ -92,13 +95,12 @@ def asked_about(pdf: Path, number: int) -> list[Asked]:
     ]
 
 
-def marks(drafters: Sequence[Drafter], answer: Sequence[int]) -> str:
-    """Of each of the answer's tokens, by the first drafter that proposes any there."""
-    known, found = list[int](), ""
-    for token in answer:
-        proposed = next(filter(None, (each.propose(known, 1) for each in drafters)), ())
+def marks(draft: Sequence[int], answer: Sequence[int]) -> str:
+    """Of each of the answer's tokens: what the draft has there."""
+    drafter, found = TextDraft(draft), ""
+    for place, token in enumerate(answer):
+        proposed = drafter.propose(answer[:place], 1)
         found += NONE if not proposed else RIGHT if proposed[0] == token else WRONG
-        known.append(token)
     return found
 
 
@@ -109,21 +111,24 @@ def summed(found: Sequence[str]) -> dict[str, float]:
     return {"count": tokens, "share": round(right / tokens, 4), "between": round(tokens / max(1, tokens - right), 2)}
 
 
-def tokenizers() -> tuple[Tokenizer, Tokenizer]:
-    """The default document model's, and that of MinerU2.5's shape with what MinerU2.5's own has: a token for each digit
-    and for each sign of layouts and tables. So a block of a layout is 22 tokens, and not 45."""
-    own, shape = (Tokenizer.from_folder(folder) for folder in (DOCUMENTS, MINERU))
-    shape.backend.add_tokens([*own.added_tokens.values()])
+def mineru(place: Path) -> Path:
+    """A folder in ``place``: MinerU2.5's shape, with a token for each digit and for each sign of layouts and tables, as
+    MinerU2.5's own has. So a block of a layout is 22 tokens, and not 45."""
+    folder = Path(shutil.copytree(MINERU, place / MINERU.name))
+    backend = Tokenizer.from_folder(MINERU).backend
+    backend.add_tokens([*Tokenizer.from_folder(DOCUMENTS).added_tokens.values()])
     splits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    shape.backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    return own, shape
+    backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def run_acceptance(options: argparse.Namespace) -> None:
     """Asks the default document model about the pages, emits what their text layers have of its answers, and writes the
-    pages with the marks for :func:`run_replay`."""
-    letters, words = tokenizers()
-    earlier, found = EarlierAnswers(words.numbers), defaultdict[str, list[list[str]]](list)
+    pages with these for :func:`run_replay`."""
+    found, told = defaultdict[str, list[list[str]]](list), list[str]()
+    with tempfile.TemporaryDirectory(prefix="tessera-drafts-") as place:
+        letters, words = map(Tokenizer.from_folder, (DOCUMENTS, mineru(Path(place))))
     asked = page_requests(options.pages, pages_of(options))
     with serve(drafting(options, DOCUMENTS)[0]) as server:
         cases = [each.case for page in asked for each in page]
@@ -134,20 +139,21 @@ def run_acceptance(options: argparse.Namespace) -> None:
         for number, page in enumerate(tqdm(asked, "pages")):
             requests = []
             for each, answer in zip(page, answers):
-                texts = each.request.draft, answer.text
+                texts = each.request.more.get("draft", ""), answer.text
                 draft, said = map(words.encode, texts)
-                by_letter = [letters.encode(text, special=False) for text in texts]
-                pair = [marks([TextDraft(one)], other) for one, other in (by_letter, (draft, said))]
+                pair = [marks(*(letters.encode(text, special=False) for text in texts)), marks(draft, said)]
                 kinds = ("all", each.kind, "hard_pages" if drafts_pages.hard(number) else "plain_pages")
                 for kind in kinds if each.kind != "layout" else ():
                     found[kind].append(pair)
-                carried = "".join(f" {mark}" for mark in marks([TextDraft(draft), Suffixes((), earlier, JOB)], said))
-                requests.append(replace(each.request, tokens=len(said) + 1, draft=carried))
-                earlier.add(JOB, said)
+                more = {**each.request.more, "draft_pool": POOL, "seed": len(told)}
+                requests.append(replace(each.request, tokens=len(said) + 1, more=more))
+                told.append(answer.text)
             yield Page(f"page {number}", tuple(requests)), document.render(number, replay_set.DPI)
         document.close()
 
     replay_set.write(options.accepted, CLIENT, read())
+    with zipfile.ZipFile(options.accepted, "a", zipfile.ZIP_DEFLATED) as file:
+        file.writestr(ANSWERS, json.dumps(told))
     for kind, pairs in found.items():
         characters, tokens = (summed(side) for side in zip(*pairs))
         about = {"answers": len(pairs), "pages": len(asked), "of_characters": characters, "of_tokens": tokens}
@@ -160,13 +166,17 @@ def pages_of(options: argparse.Namespace) -> int:
 
 
 def run_replay(options: argparse.Namespace) -> None:
-    """Pages of MinerU2.5's shape in turns, with the drafts as they were accepted; with one kind of crops alone.
+    """Pages of MinerU2.5's shape in turns, with the answers that were recorded; with one kind of crops alone.
     `ceiling`: without drafts, were the tokens of crops but the first at no cost."""
     pages = len(ReplaySet(options.accepted).pages)
     with tempfile.TemporaryDirectory(prefix="tessera-drafts-") as place:
         repository = Path(place, "model_repository")
         shutil.copytree(figures.ROOT / "model_repository", repository, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copyfile(STAGE, repository / "language_model" / "1" / "model.py")
+        checkpoint, stage = options.checkpoint or mineru(Path(place)), repository / "language_model" / "1" / "model.py"
+        shutil.copyfile(STAGE, stage)
+        with zipfile.ZipFile(options.accepted) as file:
+            answers = map(Tokenizer.from_folder(checkpoint).encode, json.loads(file.read(ANSWERS)))
+        stage.with_name(ANSWERS).write_text(json.dumps([*answers]))
         replay.encode_all(options.accepted, Path(place), pages)
 
         def read(load: replay.Load, server: Running, seed: int) -> Taken:
@@ -181,10 +191,10 @@ def run_replay(options: argparse.Namespace) -> None:
             for kind in options.kinds
             for name in options.loads
         }
-        with both(options, options.checkpoint or MINERU, repository) as servers:
+        with both(options, checkpoint, repository) as servers:
             compared = turns(options, servers, asked)
             for name, found in compared.items():
-                emit(options, f"pages.{name}.ratio", found, what="accepted as measured, random weights", pages=pages)
+                emit(options, f"pages.{name}.ratio", found, what="recorded answers, random weights", pages=pages)
             for name in options.loads if "" in options.kinds else ():
                 load, usual = replace(replay.LOADS[name], crops_end=True), compared[name]
                 best = read(load, servers[1], random.randrange(1 << 30)).run.requests_s

@@ -22,8 +22,8 @@ import tarfile
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,13 @@ RECORDED = Path(__file__).with_name("replay_set.json")
 @dataclass(frozen=True)
 class Request:
     """``kind``: of :attr:`Client.kinds`. ``tokens``: the answer's, its end among them. ``box``: left, top, right and
-    bottom in thousandths of the page; None for the whole page, whose layout is asked. ``draft``: sent with it."""
+    bottom in thousandths of the page; None for the whole page, whose layout is asked. ``more``: sampling parameters of
+    this one."""
 
     kind: str
     tokens: int
     box: tuple[int, int, int, int] | None = None
-    draft: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ class Client:
 
     def sampling(self, request: Request) -> dict[str, Any]:
         """With the answer's length forced."""
-        draft = {"draft": request.draft} if request.draft else {}
-        return {**self.kinds[request.kind]["sampling"], "max_tokens": request.tokens, "ignore_eos": True, **draft}
+        forced = {"max_tokens": request.tokens, "ignore_eos": True}
+        return {**self.kinds[request.kind]["sampling"], **forced, **request.more}
 
     def picture(self, page: Image.Image, request: Request) -> bytes:
         """What is sent with the request: a PNG."""
@@ -123,7 +124,7 @@ def parse(text: str) -> tuple[Client, list[Page]]:
     """A ``set.json``."""
     told = json.loads(text)
     pages = [
-        Page(name, tuple(Request(kind, tokens, box and tuple(box), *draft) for kind, tokens, box, *draft in requests))
+        Page(name, tuple(Request(kind, tokens, box and tuple(box), *more) for kind, tokens, box, *more in requests))
         for name, requests in told["pages"]
     ]
     return Client(**told["client"] | {"layout_size": tuple(told["client"]["layout_size"])}), pages
