@@ -7,6 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from tessera.engine.drafts import text as text_drafts
 from tessera.engine.drafts.numbers import BEFORE, CONTEXT, LONGEST_NUMBER, Habits, Numbers
 from tessera.engine.drafts.text import (
     BETWEEN,
@@ -38,7 +39,7 @@ class Twin:
     """As TextDraft."""
 
     def __init__(self, text: Sequence[int]) -> None:
-        self.text, self.place, self.agreeing = text, 0, 0
+        self.text, self.place, self.agreeing = text, 0, CERTAIN
 
     def take(self, answer: Sequence[int]) -> None:
         here, text = self.place, self.text
@@ -77,8 +78,12 @@ def test_occurrences_are_those_of_a_search_while_the_text_grows(order: int) -> N
         whole += piece
     assert text.tokens == whole
     rows = {tuple(whole[at : at + order]) for at in range(len(whole) + 1 - order)}
-    found = {row: [at for at in range(order, len(whole) + 1) if tuple(whole[at - order : at]) == row] for row in rows}
-    assert text.behind == found and max(map(len, found.values())) > 1
+    found = {
+        row: [at for at in range(len(whole), order - 1, -1) if tuple(whole[at - order : at]) == row] for row in rows
+    }
+    assert {row: text.behind(row, 99) for row in rows} == found and max(map(len, found.values())) > 2
+    assert {row: text.behind(row, 2) for row in rows} == {row: places[:2] for row, places in found.items()}
+    assert text.behind((7,) * order, 99) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -91,7 +96,8 @@ def test_how_much_agrees_is_that_of_a_search(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_suffixes_are_those_of_a_search(seed: int) -> None:
+def test_suffixes_are_those_of_a_search(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_drafts, "MOST_IN_VAIN", 0)
     random = Random(seed)
     tokens, numbers = random.choice((2, 3)), random.choice((frozenset[int](), frozenset([0]), frozenset([0, 1])))
     prompt, earlier = [random.randrange(tokens) for _ in range(20)], EarlierAnswers(numbers)
@@ -302,10 +308,12 @@ def test_what_an_answer_said_long_before_it_was_asked_does_not_matter() -> None:
 
 
 def test_long_draft_is_read_in_pieces() -> None:
-    text = [Random(5).randrange(50) for _ in range(4 * PIECE)]
+    random = Random(5)
+    text = [random.randrange(50) for _ in range(4 * PIECE)]
     draft = TextDraft(text)
     assert draft.propose([], 4) == text[:4]
-    assert draft.propose(text[300:310], 4) == text[310:314], "which the first piece does not hold"
+    assert draft.propose(text[600:610], 4) != text[610:614], "which the first piece does not hold"
+    assert draft.propose(text[600:611], 4) == text[611:615]
     assert steps(TextDraft(text), text) == len(text) // 16
 
 
@@ -353,9 +361,20 @@ def test_answers_that_end_meanwhile_are_drawn_on_too() -> None:
     answer = [*range(40)]
     assert suffixes.propose(answer, 4) == []
     earlier.add("a", [*range(60)])
-    assert suffixes.propose(answer, 4) == [40, 41, 42, 43]
+    assert suffixes.propose([*answer, 40], 4) == [41, 42, 43, 44]
+    answer.append(40)
     assert suffixes.propose([*answer, *range(4)], 4) == [4, 5, 6, 7]
     assert suffixes.propose([*answer, *range(4), *range(20, 59)], 4) == [59], "though it was not asked for 39 tokens"
+
+
+def test_where_nothing_is_found_it_is_looked_ever_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, suffixes = list[int](), Suffixes([], EarlierAnswers(), "a")
+    monkeypatch.setattr(suffixes, "_seek", lambda: looked.append(len(suffixes._answer.tokens)))
+    for said in range(60):
+        assert suffixes.propose(range(said), 4) == []
+    assert looked == [0, 1, 2, 3, 4, 5, 7, 11, 19, 27, 35, 43, 51, 59]
+    monkeypatch.undo()
+    assert suffixes.propose([*range(60), *range(8)], 4) == [8, 9, 10, 11]
 
 
 def test_earlier_answers_are_bounded_in_tokens_and_names() -> None:

@@ -35,6 +35,7 @@ class Expected(NamedTuple):
 
 _RECENT = 7 / 8  # what is known of a drafter counts as, once more is known
 _AGAIN = 1 / 2  # as long as nothing is known
+_HOLDS = 4  # tokens: where no draft pays, nearly all that drafters cost is that they are asked whether one would
 _MISSES = 2  # in a row are no accident
 _LONGEST_REST = 32  # tokens
 _PACE = 1 / 16  # so fast a prior moves towards what came of another answer's first proposal
@@ -108,6 +109,10 @@ class Drafting:
         self._last = self._standings[0]  # whose the last proposal was
         self._again = _AGAIN  # how often one that was verified was followed by another at once
         self._verified = False  # the last one, and nothing was proposed since
+        self._expected, self._asked_until = (
+            _NO_GAIN,
+            0,
+        )  # the last answer, and the place in the answer until which it holds
 
     def propose(self, outputs: Sequence[int], most: int) -> Proposal:
         """What is proposed for the next step of an answer so far, maybe nothing."""
@@ -131,7 +136,7 @@ class Drafting:
         """How many tokens of the last proposal were verified, one or more, and how many of these were right."""
         self.proposed += proposed
         self.accepted += accepted
-        self._verified = True
+        self._verified, self._asked_until = True, 0
         self._last.learn(accepted, int(accepted < proposed))
 
     def expected(self, outputs: Sequence[int], unknown: int, most: int) -> Expected:
@@ -141,11 +146,12 @@ class Drafting:
         if unknown > 1:
             rows = unknown - 1
             return Expected(self._again * rows, self._again * _right(self._last.share, rows))
-        tokens, share = self.propose(outputs, most + unknown)
-        if not tokens:
-            return _NO_GAIN
-        rows = max(0, len(tokens) - unknown)
-        return Expected(rows, share**unknown * _right(share, rows))
+        if len(outputs) >= self._asked_until:
+            tokens, share = self.propose(outputs, most + unknown)
+            rows = max(0, len(tokens) - unknown)
+            self._expected = Expected(rows, share**unknown * _right(share, rows)) if tokens else _NO_GAIN
+            self._asked_until = len(outputs) + _HOLDS
+        return self._expected
 
 
 def _right(share: float, tokens: int) -> float:

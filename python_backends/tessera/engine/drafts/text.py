@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import repeat, takewhile
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,38 +24,60 @@ if TYPE_CHECKING:
     from tessera.prompt.tokenizer import Tokenizer
 
 LONGEST = 16  # tokens by which places are told apart
-PIECE = 256  # tokens of a text read at a call: no step waits for a long one
+PIECE = 512  # tokens of a text read at a call: no step waits for a long one
 # Of a request's own draft:
 CERTAIN = 3  # tokens that agree are no accident
 MOST_PLACES = 32  # that are looked at for one token, on either side
+MOST_OF_PAIR = 512  # last places of two tokens, of which these are
 NEAR = 4  # tokens ahead: so far a single one that agrees is believed
 # Of prompts and earlier answers:
 PROMPT_TOKENS = 2048  # the last ones of a prompt that are read
 LEAST = 4  # tokens that must have occurred
 LATEST = 8  # places of a text that are looked at
+MOST_IN_VAIN = 4  # searches in a row: then it is looked again after 8 tokens
 BETWEEN = -1
 """In a token's place: what stands before it is not followed by what comes after it."""
 _NUMBER = -2  # in the place of each, where numbers are alike
 
 
 class Occurrences:
-    """``behind``: of each ``order`` tokens in a row the places behind them in ``tokens``, ascending, where all
-    ``numbers`` are alike, as ``alike`` has them. The text may grow, at 0.6 us and about 200 bytes a token."""
+    """Where each ``order`` tokens in a row occur in ``tokens``, where all ``numbers`` are alike, as ``alike`` has them.
+    The text may grow, at 0.3 us and about 150 bytes a token, most of it once it is looked at.
+
+    Places are found by a hash of the tokens in front: two may share one, so :meth:`agreeing` has the last word.
+    """
 
     def __init__(self, order: int, tokens: Sequence[int] = (), numbers: frozenset[int] = frozenset()) -> None:
         self.tokens: list[int] = []
-        self.behind: dict[tuple[int, ...], list[int]] = {}
         self.alike = [] if numbers else self.tokens
         self._order, self._numbers = order, numbers
+        self._latest: dict[
+            int, int
+        ] = {}  # the last place of a hash: not a list of all, which the collector would visit
+        self._before = [0] * order  # of each place the one before it with the same hash, 0: none
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        first = max(self._order, len(self.tokens) + 1)
         self.tokens += tokens
         if self._numbers:
             self.alike += alike(tokens, self._numbers)
-        for place in range(first, len(self.tokens) + 1):
-            self.behind.setdefault(tuple(self.alike[place - self._order : place]), []).append(place)
+
+    def look(self) -> None:
+        """At what is new, sooner than :meth:`behind` would."""
+        said, latest, before = self.alike, self._latest, self._before
+        for place in range(len(before), len(said) + 1):
+            key = hash(tuple(said[place - self._order : place]))
+            before.append(latest.get(key, 0))
+            latest[key] = place
+
+    def behind(self, row: tuple[int, ...], most: int) -> list[int]:
+        """Places behind these tokens, the latest first."""
+        self.look()
+        place, found = self._latest.get(hash(row), 0), list[int]()
+        while place and len(found) < most:
+            found.append(place)
+            place = self._before[place]
+        return found
 
     def agreeing(self, place: int, answer: Sequence[int], end: int, most: int, beyond: int = 0) -> int:
         """How many tokens before ``place``, up to ``most``, are those of an answer before ``end``, whose numbers are
@@ -90,17 +112,21 @@ class TextDraft:
         self._pairs = Occurrences(2)
         self._read = 0  # of the answer's tokens
         self._place = 0  # in the draft, behind the last of them
-        self._agreeing = 0  # how many tokens before that place are the answer's
+        self._agreeing = CERTAIN  # how many tokens before that place are the answer's; both begin at their beginning
 
     def propose(self, outputs: Sequence[int], most: int) -> list[int]:
         """At most this many tokens, maybe none, for an answer so far that only ever grows."""
-        begin = len(self._pairs.tokens)
-        if begin < len(self._tokens):
+        end = self._place + len(outputs) - self._read
+        if self._agreeing >= CERTAIN and self._tokens[self._place : end] == outputs[self._read :]:  # mostly
+            self._agreeing += end - self._place
+            self._place = end
+        else:
+            begin = len(self._pairs.tokens)
             self._pairs.extend(self._tokens[begin : begin + PIECE])
-        first = max(self._read, len(outputs) - LONGEST)  # what is longer ago changes nothing
-        self._place = min(self._place + first - self._read, len(self._tokens))
-        for end in range(first + 1, len(outputs) + 1):
-            self._follow(outputs, end)
+            first = max(self._read, len(outputs) - LONGEST)  # what is longer ago changes nothing
+            self._place = min(self._place + first - self._read, len(self._tokens))
+            for end in range(first + 1, len(outputs) + 1):
+                self._follow(outputs, end)
         self._read = len(outputs)
         return self._tokens[self._place : self._place + most]
 
@@ -114,11 +140,12 @@ class TextDraft:
                 return
         else:
             self._agreeing = 0
-        here, behind = self._place, self._pairs.behind.get(tuple(outputs[max(0, end - 2) : end]), ())
+        here = self._place
+        behind = self._pairs.behind(tuple(outputs[max(0, end - 2) : end]), MOST_OF_PAIR)[::-1]
         following = bisect_left(behind, here)
         before = behind[max(0, following - MOST_PLACES) : following]
         for place in (*behind[following : following + MOST_PLACES], *before):
-            if agreeing := self._pairs.agreeing(place, outputs, end, LONGEST, beyond=self._agreeing):
+            if agreeing := self._pairs.agreeing(place, outputs, end, LONGEST, beyond=max(1, self._agreeing)):
                 self._place, self._agreeing = place, agreeing
         if not self._agreeing:
             if outputs[end - 1] in near:
@@ -163,6 +190,7 @@ class EarlierAnswers:
         if len(kept[0].tokens) + len(answer) > self._tokens and kept[0].tokens:
             kept[:] = [self._nothing(), kept[0]]
         kept[0].extend([*answer[: self._tokens], BETWEEN])
+        kept[0].look()  # the device does not wait for it now
 
     def _kept(self, name: str) -> tuple[list[Occurrences], Habits]:
         if name not in self._of:
@@ -196,23 +224,30 @@ class Suffixes:
         self._earlier, self._name = earlier, name
         self._text, self._place = self._answer, 0  # whose tokens from there on are proposed
         self._agreeing = self._same = 0  # how many before that place are the answer's, numbers alike, and all of them
+        self._in_vain = self._rests_until = 0  # how often nothing was found in a row; a place in the answer
 
     @cached_property
     def _numbers(self) -> Numbers:  # made at the first call, by the thread that steps: requests come by another one
         return Numbers(self._earlier.numbers, self._earlier.habits(self._name))
 
     def propose(self, outputs: Sequence[int], most: int) -> list[int]:
-        """As :meth:`tessera.engine.drafts.drafter.Drafter.propose`."""
+        """As :meth:`tessera.engine.drafts.drafter.Drafter.propose`. Where nothing was found it looks again after 1, 2,
+        4, up to 8 tokens: each time costs the host 10 us, and most answers have nothing of others."""
+        if len(outputs) < self._rests_until:
+            return []
         if self._unread:
             self._prompt.extend(self._unread[:PIECE])
             del self._unread[:PIECE]
-        new = [*outputs[len(self._answer.tokens) :]]
+        new = list(outputs[len(self._answer.tokens) :])
         self._answer.extend(new)
         self._numbers.read(new)
         if not self._goes_on(new):
             self._seek()
         found = self._text.tokens[self._place : self._place + min(most, self._agreeing)]
-        found = [*takewhile(lambda token: token != BETWEEN, found)]
+        if BETWEEN in found:
+            del found[found.index(BETWEEN) :]
+        self._in_vain = 0 if found or len(outputs) < LEAST else min(self._in_vain + 1, MOST_IN_VAIN)
+        self._rests_until = len(outputs) + (1 << self._in_vain >> 1)
         return found if self._same >= LONGEST else self._numbers.filled(found)
 
     def _goes_on(self, new: list[int]) -> bool:
@@ -232,7 +267,7 @@ class Suffixes:
         last, longest, self._agreeing = self._answer.alike[-LONGEST:], LEAST - 1, 0
         row = tuple(last[-LEAST:])
         for text in (self._answer, self._prompt, *self._earlier.of(self._name)):
-            for place in text.behind.get(row, ())[: -LATEST - 1 : -1]:
+            for place in text.behind(row, LATEST):
                 if place < len(text.tokens) and (found := text.agreeing(place, last, len(last), LONGEST, longest)):
                     self._text, self._place, self._agreeing = text, place, found
                     longest = found
