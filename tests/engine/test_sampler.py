@@ -214,6 +214,11 @@ def test_what_is_likeliest_of_masked_rows_is_what_sampling_chooses():
     assert greedy(logits, allowed).tolist() == [token for token, _ in tokens(logits.clone(), every)]
 
 
+def test_tokens_may_be_forced_in_all_rows_of_a_step():
+    logits, asking = torch.eye(100)[[1, 2, 30]], [Asking([7, 3], json_schema={"type": "object"}), Asking([None])]
+    assert greedy(logits, allowed_tokens(asking, logits.device)).tolist() == [7, 3, 30]
+
+
 @pytest.mark.parametrize("more", [{"temperature": 1.0}, {"logprobs": True}, {"logit_bias": {"3": 1.0}}])
 def test_rows_that_ask_for_more_than_the_likeliest_are_sampled(more):
     asking = [Asking([5], json_schema={"type": "object"}), Asking([6], json_schema={"type": "object"}, **more)]

@@ -52,9 +52,10 @@ def likeliest(logits: torch.Tensor, allowed: Allowed | None = None) -> torch.Ten
     else:
         (lines, only), bits = allowed
         where = (lines >= 0).nonzero()[:, 0]
-        eight = torch.arange(8, dtype=torch.uint8, device=bits.device)
-        each = (bits[lines[where]][:, :, None] >> eight & 1).flatten(1)[:, : logits.shape[1]]
-        logits = logits.index_copy(0, where, logits[where].masked_fill(each == 0, float("-inf")))
+        if len(where):  # else there are no masks, of whatever width
+            eight = torch.arange(8, dtype=torch.uint8, device=bits.device)
+            each = (bits[lines[where]][:, :, None] >> eight & 1).flatten(1)[:, : logits.shape[1]]
+            logits = logits.index_copy(0, where, logits[where].masked_fill(each == 0, float("-inf")))
         tokens = torch.where(only < 0, logits.argmax(dim=-1), only)
     return torch.where(highest - lowest < float("inf"), tokens, -1)
 
