@@ -18,13 +18,11 @@ INTERVAL_S = 0.1
 
 
 class Reading(NamedTuple):
-    """Of some GPUs at one moment: joules since their driver was loaded, in sum; the mean SM clock in MHz; the hottest
-    one's temperature in degrees Celsius; the mean share of NVML's last period (a sixth of a second or more) in which
-    anything ran on one."""
+    """Of some GPUs at one moment: joules since their driver was loaded, in sum; the mean SM clock in MHz; the mean
+    share of NVML's last period (a sixth of a second or more) in which anything ran on one."""
 
     joules: float
     mhz: float
-    celsius: float
     busy: float
 
     @classmethod
@@ -34,10 +32,9 @@ class Reading(NamedTuple):
         try:
             clocks = [pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_SM) for card in cards]
             busy = [pynvml.nvmlDeviceGetUtilizationRates(card).gpu for card in cards]
-            heat = [pynvml.nvmlDeviceGetTemperature(card, pynvml.NVML_TEMPERATURE_GPU) for card in cards]
         except pynvml.NVMLError as error:
             raise OSError(f"a GPU does not say how it fares: {error}") from error
-        return cls(joules, fmean(clocks), max(heat), fmean(busy) / 100)
+        return cls(joules, fmean(clocks), fmean(busy) / 100)
 
 
 #: when, by time.perf_counter(), and what
@@ -45,19 +42,17 @@ Sample = tuple[float, Reading]
 
 
 class Draw(NamedTuple):
-    """Of all GPUs together over some time: watts, from their counters of joules; the mean SM clock in MHz; the highest
-    temperature in degrees Celsius; the share of the time in which anything ran on them."""
+    """Of all GPUs together over some time: watts, from their counters of joules; the mean SM clock in MHz; the share of
+    the time in which anything ran on them."""
 
     watts: float
     mhz: float
-    celsius: float
     busy: float
 
     def emit(self, emit: Callable[[str, float, str], object], rate: float, unit: str = "request") -> None:
         """As figures of a load that did ``rate`` such units a second: ``emit`` takes (name, value, unit)."""
         emit("watts", round(self.watts, 1), "W")
         emit("mhz", round(self.mhz), "MHz")
-        emit("celsius", round(self.celsius), "C")
         emit("joules", round(self.watts / rate, 2), f"J/{unit}")
 
 
@@ -103,7 +98,6 @@ class GpuPower:
         return Draw(
             watts=(after.joules - before.joules) / (last - first),
             mhz=fmean(each.mhz for each in readings),
-            celsius=max(each.celsius for each in readings),
             busy=fmean(each.busy for each in readings),
         )
 

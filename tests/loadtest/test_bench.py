@@ -100,7 +100,7 @@ def test_the_account_of_requests_of_any_shape(family: str, tmp_path: Path, monke
 
 
 def test_a_requests_joules_are_those_of_its_parts(printed: Any) -> None:
-    drawn = {watts: Draw(watts, 1500.0, 60.0, 1.0) for watts in (600.0, 700.0)}
+    drawn = {watts: Draw(watts, 1500.0, 1.0) for watts in (600.0, 700.0)}
     parts = {"forward": (account.Cost(0.5, drawn[600.0]), 1.0), "prefill": (account.Cost(0.001, drawn[700.0]), 100.0)}
     account.report(WORKLOADS["W7a"], parts, "a.bf16", "cuda", {"prompt_tokens": 100})
     rate, joules = printed().values()

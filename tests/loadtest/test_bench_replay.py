@@ -69,7 +69,7 @@ def test_the_figures_of_a_run(printed: Any, monkeypatch: pytest.MonkeyPatch) -> 
     asked = Load("t", 4, 16, pace=1)
     answers = [page_answer(100 + 0.5 * turn) for turn in range(1, counting.requests(4) + 1)]
     run = counting.count(100.0, answers, 4)
-    taken = Taken(run, Draw(700.0, 1500.4, 61.0, 0.98), {}, counting.steady_part(answers, 4))
+    taken = Taken(run, Draw(700.0, 1500.4, 0.98), {}, counting.steady_part(answers, 4))
     bench_replay.report(asked, taken, "seeds.replay", seed=3)
     found = printed()
     assert {name.removeprefix("seeds.replay."): (line["value"], line["unit"]) for name, line in found.items()} == {
@@ -82,7 +82,6 @@ def test_the_figures_of_a_run(printed: Any, monkeypatch: pytest.MonkeyPatch) -> 
         "page_p50_s": (1.5, "s"),
         "watts": (700.0, "W"),
         "mhz": (1500, "MHz"),
-        "celsius": (61, "C"),
         "joules": (350.0, "J/page"),
     }
     line = found["seeds.replay.pages_s"]
@@ -94,7 +93,7 @@ def test_the_figures_of_a_run(printed: Any, monkeypatch: pytest.MonkeyPatch) -> 
 def test_joules_are_split_by_difference_and_only_of_three_runs() -> None:
     def run(pages_s: float, watts: float) -> Taken:
         answers = [page_answer(100 + turn / pages_s) for turn in range(1, counting.requests(4) + 1)]
-        return Taken(counting.count(100.0, answers, 4), Draw(watts, 1500.0, 61.0, 1.0), {}, [])
+        return Taken(counting.count(100.0, answers, 4), Draw(watts, 1500.0, 1.0), {}, [])
 
     taken = {"saturated": run(10, 700), "layouts": run(40, 680), "crops": run(20, 600)}
     parts = bench_replay.split(taken)
@@ -113,7 +112,7 @@ def test_joules_without_equal_groups_are_of_the_same_turns(printed: Any, monkeyp
 
     def run(watts: float) -> Taken:
         answers = [page_answer(100 + turn / 10) for turn in range(1, counting.requests(4) + 1)]
-        return Taken(counting.count(100.0, answers, 4), Draw(watts, 1500.0, 61.0, 1.0), {}, [])
+        return Taken(counting.count(100.0, answers, 4), Draw(watts, 1500.0, 1.0), {}, [])
 
     turns = {"saturated": [run(600), run(400)], "pruned": [run(450), run(300)], "pruned_crops": [run(500)]}
     bench_replay.report_pruned(turns, "")

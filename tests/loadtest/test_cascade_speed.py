@@ -33,7 +33,7 @@ def test_the_wait_is_the_worse_of_the_median_and_the_longest(printed: Any):
 
 def test_a_ways_joules_are_its_turns_watts_by_their_rates(printed: Any):
     run = counting.count(0.0, [Answered(float(ended), 1.0, None, 4, 1) for ended in range(8)], 1)
-    turns = [Taken(run, Draw(watts, 1980, 60, 1), {}, []) for watts in (300.0, 500.0)]
+    turns = [Taken(run, Draw(watts, 1980, 1), {}, []) for watts in (300.0, 500.0)]
     cascade_speed.report_way("way", turns, at_least=90)
     found = printed()
     assert {name: figure["value"] for name, figure in found.items()} == {

@@ -39,13 +39,12 @@ def cards(monkeypatch) -> Cards:
     monkeypatch.setattr(
         pynvml, "nvmlDeviceGetUtilizationRates", lambda card: SimpleNamespace(gpu={"first": 80, "second": 100}[card])
     )
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", lambda card, kind: {"first": 55, "second": 61}[card])
     return cards
 
 
-def test_joules_of_all_cards_are_added_clocks_and_busy_shares_are_means_and_the_hottest_counts(cards):
+def test_joules_of_all_cards_are_added_clocks_and_busy_shares_are_means(cards):
     first, second = (Reading.of(GpuMeter(["0", "1"])) for _ in range(2))
-    assert (first.mhz, first.celsius, first.busy) == (1600.0, 61, 0.9)
+    assert (first.mhz, first.busy) == (1600.0, 0.9)
     assert second.joules - first.joules == pytest.approx(2 * 0.02 * (690 + 650))  # two looks: one as it is made
 
 
@@ -61,15 +60,15 @@ def test_a_card_that_does_not_count_joules_is_refused_and_one_that_falls_silent_
 def test_watts_are_joules_over_the_time_asked_about():
     power = GpuPower([])
     power.samples += [
-        (1.0, Reading(50.0, 300.0, 90, 0.0)),
-        (2.0, Reading(700.0, 1500.0, 50, 0.5)),
-        (4.0, Reading(2000.0, 1400.0, 60, 1.0)),
+        (1.0, Reading(50.0, 300.0, 0.0)),
+        (2.0, Reading(700.0, 1500.0, 0.5)),
+        (4.0, Reading(2000.0, 1400.0, 1.0)),
     ]
     draw = power.between(1.5, 4.0)
-    assert draw == Draw(650.0, 1450.0, 60, 0.75)
+    assert draw == Draw(650.0, 1450.0, 0.75)
     figures = []
     draw.emit(lambda *figure: figures.append(figure), 20.0, "page")
-    assert figures == [("watts", 650.0, "W"), ("mhz", 1450, "MHz"), ("celsius", 60, "C"), ("joules", 32.5, "J/page")]
+    assert figures == [("watts", 650.0, "W"), ("mhz", 1450, "MHz"), ("joules", 32.5, "J/page")]
     assert power.between(3.0, 9.0) is None
 
 
