@@ -109,10 +109,8 @@ class Drafting:
         self._last = self._standings[0]  # whose the last proposal was
         self._again = _AGAIN  # how often one that was verified was followed by another at once
         self._verified = False  # the last one, and nothing was proposed since
-        self._expected, self._asked_until = (
-            _NO_GAIN,
-            0,
-        )  # the last answer, and the place in the answer until which it holds
+        self._expected = _NO_GAIN  # of the last one that was asked for
+        self._asked_until = 0  # a place in the answer, up to which that holds
 
     def propose(self, outputs: Sequence[int], most: int) -> Proposal:
         """What is proposed for the next step of an answer so far, maybe nothing."""

@@ -87,8 +87,6 @@ class Numbers:
 def _guesses(read: _Read) -> list[tuple[Place, int]]:
     """By each of the last numbers that begins as this one did: the place, and the token there."""
     context, before, begun = read
-    if not before:
-        return []
     said = len(begun)
     return [
         ((context, back, said), number[said])

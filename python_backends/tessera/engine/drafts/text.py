@@ -28,13 +28,13 @@ PIECE = 512  # tokens of a text read at a call: no step waits for a long one
 # Of a request's own draft:
 CERTAIN = 3  # tokens that agree are no accident
 MOST_PLACES = 32  # that are looked at for one token, on either side
-MOST_OF_PAIR = 512  # last places of two tokens, of which these are
+MOST_OF_PAIR = 512  # of two tokens the last places, among which these are
 NEAR = 4  # tokens ahead: so far a single one that agrees is believed
 # Of prompts and earlier answers:
 PROMPT_TOKENS = 2048  # the last ones of a prompt that are read
 LEAST = 4  # tokens that must have occurred
 LATEST = 8  # places of a text that are looked at
-MOST_IN_VAIN = 4  # searches in a row: then it is looked again after 8 tokens
+MOST_IN_VAIN = 4  # searches in a row: then 8 tokens pass before the next
 BETWEEN = -1
 """In a token's place: what stands before it is not followed by what comes after it."""
 _NUMBER = -2  # in the place of each, where numbers are alike
@@ -42,7 +42,7 @@ _NUMBER = -2  # in the place of each, where numbers are alike
 
 class Occurrences:
     """Where each ``order`` tokens in a row occur in ``tokens``, where all ``numbers`` are alike, as ``alike`` has them.
-    The text may grow, at 0.3 us and about 150 bytes a token, most of it once it is looked at.
+    The text may grow, at 0.3 us and about 150 bytes a token, most of it once it is asked for.
 
     Places are found by a hash of the tokens in front: two may share one, so :meth:`agreeing` has the last word.
     """
@@ -51,10 +51,10 @@ class Occurrences:
         self.tokens: list[int] = []
         self.alike = [] if numbers else self.tokens
         self._order, self._numbers = order, numbers
-        self._latest: dict[
-            int, int
-        ] = {}  # the last place of a hash: not a list of all, which the collector would visit
-        self._before = [0] * order  # of each place the one before it with the same hash, 0: none
+        # Of a hash the last place, and of each place the one before it, 0: none. Lists of places, one a hash, would be
+        # as many objects for the collector to visit.
+        self._latest: dict[int, int] = {}
+        self._before = [0] * order
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -63,7 +63,7 @@ class Occurrences:
             self.alike += alike(tokens, self._numbers)
 
     def look(self) -> None:
-        """At what is new, sooner than :meth:`behind` would."""
+        """Reads what is new, sooner than :meth:`behind` would."""
         said, latest, before = self.alike, self._latest, self._before
         for place in range(len(before), len(said) + 1):
             key = hash(tuple(said[place - self._order : place]))
