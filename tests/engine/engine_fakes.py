@@ -230,6 +230,7 @@ class Guess:
     """A drafter that knows the answer, and is wrong at every ``wrong``-th place of it; 0: never."""
 
     prior = 0.5
+    holds = 4
 
     def __init__(self, answer, wrong=0):
         self._answer, self._wrong = answer, wrong

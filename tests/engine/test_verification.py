@@ -310,6 +310,7 @@ def test_where_a_token_is_forced_nothing_else_is_allowed(asked, tokenizer):
 def test_a_drafter_that_knows_no_vocabulary_ends_before_it():
     class Wild:
         prior = 1.0
+        holds = 1
 
         def propose(self, outputs, most):
             return [3, VOCABULARY, 4][:most] if len(outputs) % 2 else [-1]

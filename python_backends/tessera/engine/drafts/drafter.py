@@ -14,6 +14,9 @@ class Drafter(Protocol):
 
     #: the share of its tokens that is likely to be right, as long as nothing is known
     prior: float
+    #: tokens for which it is not asked again what a step may expect of it: where no draft pays, nearly all that
+    #: drafters cost is that they are asked whether one would
+    holds: int
 
     def propose(self, outputs: Sequence[int], most: int) -> Sequence[int]:
         """At most ``most`` tokens, maybe none, for an answer so far that only ever grows."""
@@ -35,7 +38,6 @@ class Expected(NamedTuple):
 
 _RECENT = 7 / 8  # what is known of a drafter counts as, once more is known
 _AGAIN = 1 / 2  # as long as nothing is known
-_HOLDS = 4  # tokens: where no draft pays, nearly all that drafters cost is that they are asked whether one would
 _MISSES = 2  # in a row are no accident
 _LONGEST_REST = 32  # tokens
 _PACE = 1 / 16  # so fast a prior moves towards what came of another answer's first proposal
@@ -111,6 +113,7 @@ class Drafting:
         self._verified = False  # the last one, and nothing was proposed since
         self._expected = _NO_GAIN  # of the last one that was asked for
         self._asked_until = 0  # a place in the answer, up to which that holds
+        self._holds = min(drafter.holds for drafter in drafters)
 
     def propose(self, outputs: Sequence[int], most: int) -> Proposal:
         """What is proposed for the next step of an answer so far, maybe nothing."""
@@ -148,7 +151,7 @@ class Drafting:
             tokens, share = self.propose(outputs, most + unknown)
             rows = max(0, len(tokens) - unknown)
             self._expected = Expected(rows, share**unknown * _right(share, rows)) if tokens else _NO_GAIN
-            self._asked_until = len(outputs) + _HOLDS
+            self._asked_until = len(outputs) + self._holds
         return self._expected
 
 

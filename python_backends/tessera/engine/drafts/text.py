@@ -106,6 +106,7 @@ class TextDraft:
     """
 
     prior = 0.9
+    holds = 4
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = list(tokens)
@@ -217,6 +218,7 @@ class Suffixes:
     """
 
     prior = 0.4
+    holds = 4
 
     def __init__(self, prompt: Sequence[int], earlier: EarlierAnswers, name: str) -> None:
         self._unread = list(prompt)

@@ -85,6 +85,7 @@ class Matcher:
     """
 
     prior = 1.0
+    holds = 1
 
     def __init__(self, matcher: LLMatcher, ends: np.ndarray, end: int, beside: Beside, size: int = 0) -> None:
         """``ends``: the mask of all stop tokens; ``end``: the one that llguidance knows; ``size``: bytes."""
