@@ -154,7 +154,11 @@ class Launched:
 
     def health(self) -> dict[str, Any]:
         """The health page, whose status says whether it is ready."""
-        status, page = post(f"http://{self.url('health')}/healthz")
+        try:
+            status, page = post(f"http://{self.url('health')}/healthz")
+        except OSError as error:
+            end = f"the launcher (exit code {self.process.poll()}) said: {self.errors()}"
+            raise AssertionError(f"{error}; {end}") from error
         found: dict[str, Any] = json.loads(page)
         assert status == (200 if found["state"] == "ready" else 503)
         return found

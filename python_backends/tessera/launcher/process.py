@@ -260,7 +260,7 @@ class Server:
             return f"tritonserver ended: {self._last_words(self._guard)}"
         gone = {name: pid for name, pid in self.stages.items() if not command_line(pid)}
         if gone or self._unloaded:
-            living, models = self.stub_pids(), self._models()
+            models, living = self._models(), self.stub_pids()  # in this order a model that is ready has its stub
             missing = [
                 f"{name!r} (process {pid})"
                 for name, pid in gone.items()
