@@ -15,7 +15,9 @@ import pytest
 from fakes.backend import wait_until
 
 from tessera.launcher import guard
-from tessera.launcher.process import Child, command_line
+from tessera.launcher.installation import STUB
+from tessera.launcher.options import ServerOptions
+from tessera.launcher.process import Child, Server, command_line
 
 # Deaf to SIGTERM, with a child in a session of its own that nobody waits for: the worst a server leaves.
 STUBBORN = """
@@ -230,3 +232,16 @@ def test_the_sweep_takes_only_names_of_our_form(prefix: str, tmp_path: Path) -> 
         assert strange.exists() and tmp_path.is_dir() and not os.path.exists(guard.lock_path(prefix))
     finally:
         strange.unlink()
+
+
+def test_the_stub_that_is_only_tried_is_no_stage(tmp_path: Path) -> None:
+    """As the Python backend does before it loads a model, without arguments."""
+    server = Server(ServerOptions(tmp_path))
+    server.pid = os.getpid()
+    reads = {"executable": "/bin/cat", "stdin": subprocess.PIPE}
+    with (
+        subprocess.Popen([STUB], **reads) as trial,
+        subprocess.Popen([STUB, "-", "/dev/null", "/dev/null"], **reads) as stage,
+    ):
+        wait_until(lambda: command_line(trial.pid) == [STUB] and len(command_line(stage.pid)) == 4)
+        assert server.stub_pids() == {"/dev/null": stage.pid}

@@ -16,7 +16,6 @@ from toy_servers import Launched, all_gone, wait_until
 from tessera.launcher import guard
 from tessera.launcher.options import ServerOptions
 from tessera.launcher.process import Server
-from tessera_command.cli import main as tessera
 
 pytestmark = [pytest.mark.server, pytest.mark.faults]
 
@@ -37,7 +36,7 @@ def ask(launched: Launched, text: str) -> str:
 
 
 def test_a_busy_stage_and_an_unloaded_model_are_left_alone_and_one_that_hangs_is_restarted_on_the_same_ports(
-    launched: Launched, capsys: pytest.CaptureFixture[str]
+    launched: Launched,
 ) -> None:
     with ThreadPoolExecutor(6) as pool:  # three seconds of work before the ping's turn, which has one
         assert list(pool.map(lambda _: ask(launched, "sleep"), range(6))) == ["sleep"] * 6
@@ -53,9 +52,7 @@ def test_a_busy_stage_and_an_unloaded_model_are_left_alone_and_one_that_hangs_is
     assert set(before["stages"]) == {"tritonserver", "count_0_0", "echo_0_0"}
 
     os.kill(before["stages"]["echo_0_0"]["pid"], signal.SIGSTOP)  # alive, and does nothing
-    assert wait_until(lambda: launched.health()["state"] == "restarting")
-    assert tessera(["status", "--url", launched.url("grpc"), "--health-url", launched.url("health")]) == 3
-    assert "restarting" in capsys.readouterr().out
+    assert wait_until(lambda: launched.health()["restarts"] == 1)
     assert wait_until(lambda: launched.health()["state"] == "ready")
     assert ask(launched, "again") == "again"  # at the address of the first line
     after = launched.health()

@@ -241,8 +241,8 @@ class Server:
         """Model instance ("preprocess_0_1") -> process id of the living Python stubs."""
         found = {}
         for pid in guard.descendants(self.pid) if self.pid else ():
-            arguments = command_line(pid)
-            if arguments and Path(arguments[0]).name == STUB:
+            program, *arguments = command_line(pid) or [""]
+            if arguments and Path(program).name == STUB:  # the backend tries it without any before it loads a model
                 found[arguments[-2]] = pid  # in this server's order
         return found
 
