@@ -241,8 +241,9 @@ class Server:
         """Model instance ("preprocess_0_1") -> process id of the living Python stubs."""
         found = {}
         for pid in guard.descendants(self.pid) if self.pid else ():
-            program, *arguments = command_line(pid) or [""]
-            if arguments and Path(program).name == STUB:  # the backend tries it without any before it loads a model
+            arguments = command_line(pid)
+            # Before it loads a model the backend tries the stub without any.
+            if len(arguments) > 1 and Path(arguments[0]).name == STUB:
                 found[arguments[-2]] = pid  # in this server's order
         return found
 
