@@ -33,6 +33,7 @@ from statistics import fmean
 from typing import Any
 
 import figures
+from gpu_power import Draw
 from measuring import Taken, take
 from serving import Running, Setup, add_arguments, serve, setup, setup_notes
 from targets import TesseraAsker
@@ -111,6 +112,11 @@ def emit(options: argparse.Namespace, name: str, found: Comparison, **notes: Any
     if all(isinstance(told, Taken) for turn in found.turns for told in turn):
         for what in ("steps_s", "held_up", "launching"):
             notes[what] = [round(fmean(told.notes[what] for told in side), 4) for side in zip(*found.turns)]
+        if all(told.power for turn in found.turns for told in turn):
+            for what in Draw._fields:
+                notes[what] = [
+                    round(fmean(getattr(told.power, what) for told in side), 2) for side in zip(*found.turns)
+                ]
     value, ci95, unit = round(ratio.value, 4), round(ratio.ci95, 4), "ratio"
     if name.startswith("off_cost"):
         value, ci95, unit = round(100 / ratio.value - 100, 3), round(100 * ratio.share, 3), "%"
