@@ -1,18 +1,11 @@
 """What the C library of a process keeps of the memory that is freed. Where it is not glibc, nothing changes."""
 
 import ctypes
-import os
 
 # malloc.h of glibc
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MMAP_BYTES = 32 << 20  # the most that glibc takes
 KEPT_BYTES = 128 << 20
-
-
-def one_per_core() -> None:
-    """From now on threads share heaps. Left alone, glibc keeps up to eight a core, each with gaps of its own, so that a
-    process of many threads creeps up by what its requests leave behind. Call it before the threads start."""
-    _mallopt(M_ARENA_MAX, max(2, os.cpu_count() or 1))
 
 
 def keep_freed() -> None:

@@ -1,8 +1,12 @@
 """Command line -> options -> tritonserver's flags and environment."""
 
+import ctypes
+import os
 import signal
 import socket
+import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -152,6 +156,37 @@ def test_the_environment_puts_this_python_first(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delenv("LD_LIBRARY_PATH")
     bare = replace(INSTALLATION, library_path=())
     assert "LD_LIBRARY_PATH" not in server_environment(options, bare, CPU)
+
+
+HEAPS = """
+import ctypes, sys, threading
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+here, go_on = threading.Barrier(int(sys.argv[1]) + 1), threading.Event()
+def work():
+    libc.malloc(1000)
+    here.wait()
+    go_on.wait()
+for _ in range(int(sys.argv[1])):
+    threading.Thread(target=work).start()
+here.wait()
+libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
+go_on.set()
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="another C library than glibc")
+def test_a_process_of_many_threads_keeps_few_heaps(tmp_path: Path) -> None:
+    def heaps(environment: Mapping[str, str]) -> int:
+        command = [sys.executable, "-c", HEAPS, str(8 * limit + 4)]
+        told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return told.stdout.count("<heap nr=")
+
+    limit = max(2, os.cpu_count() or 1)
+    usual = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    given = server_environment(ServerOptions(tmp_path, environment={"MALLOC_ARENA_MAX": "3"}), INSTALLATION, CPU)
+    assert given["MALLOC_ARENA_MAX"] == "3"
+    assert heaps(server_environment(ServerOptions(tmp_path), INSTALLATION, CPU)) <= limit < heaps(usual)
 
 
 def test_one_server_per_gpu_with_ports_of_its_own(tmp_path: Path) -> None:

@@ -274,36 +274,6 @@ def test_a_process_ends_once_its_gpu_is_lost_and_says_why(monkeypatch, capfd):
     assert re.fullmatch(told, capfd.readouterr().err)
 
 
-HEAPS = """
-import ctypes, sys, threading
-from tessera import heaps
-if sys.argv[1] == "limited":
-    heaps.one_per_core()
-libc = ctypes.CDLL(None)
-libc.malloc.restype = ctypes.c_void_p
-here, go_on = threading.Barrier(int(sys.argv[2]) + 1), threading.Event()
-def work():
-    libc.malloc(1000)
-    here.wait()
-    go_on.wait()
-for _ in range(int(sys.argv[2])):
-    threading.Thread(target=work).start()
-here.wait()
-libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
-go_on.set()
-"""
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="another C library than glibc")
-def test_a_process_of_many_threads_keeps_few_heaps():
-    def heaps(how: str) -> int:
-        command = [sys.executable, "-c", HEAPS, how, str(8 * limit + 4)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.count("<heap nr=")
-
-    limit = max(2, os.cpu_count() or 1)
-    assert heaps("limited") <= limit < heaps("left alone")
-
-
 FAULTS = """
 import resource, sys
 import numpy as np

@@ -182,6 +182,9 @@ def server_environment(options: ServerOptions, installation: Installation, setup
     """The environment of tritonserver and its stubs: ours, with the settings and with the interpreter first in PATH."""
     environment = {**os.environ, **options.environment, **setup.environment}
     environment.pop(INSTANCES, None)  # the launcher's own
+    # Left alone, glibc keeps up to eight heaps a core, each with gaps of its own, so that a process of many threads
+    # creeps up by what its requests leave behind: what one thread allocates, another sends and frees.
+    environment.setdefault("MALLOC_ARENA_MAX", str(max(2, os.cpu_count() or 1)))
     # The fronts reach the ensemble as clients of this same server.
     environment["TESSERA_GRPC_ADDRESS"] = options.local(options.grpc_port)
     # The stub takes the environment of the python3 that it finds first.

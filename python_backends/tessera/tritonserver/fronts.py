@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from tessera import heaps
 from tessera.tritonserver import ensemble, tensors
 from tessera.tritonserver.failures import KEY as TIMEOUT_KEY
 from tessera.tritonserver.failures import error_response
@@ -33,7 +32,6 @@ class TritonPythonModel:
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        heaps.one_per_core()
         stage = StageSettings(args)
         self._name, self._streams = stage.stage, stage.decoupled
         self._line = self.open_line(stage.grpc_address)

@@ -31,7 +31,6 @@ class TritonPythonModel:
     """tritonserver's interface to one dispatcher: execute() hands over, the answers come from other threads."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        heaps.one_per_core()  # what one thread allocates, another sends and frees
         heaps.keep_freed()
         write_to_server_log("vision_encoder")
         stage = StageSettings(args)
