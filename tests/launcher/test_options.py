@@ -176,17 +176,17 @@ go_on.set()
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="another C library than glibc")
-def test_a_process_of_many_threads_keeps_few_heaps(tmp_path: Path) -> None:
+def test_a_process_of_many_threads_keeps_few_heaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def heaps(environment: Mapping[str, str]) -> int:
         command = [sys.executable, "-c", HEAPS, str(8 * limit + 4)]
         told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         return told.stdout.count("<heap nr=")
 
     limit = max(2, os.cpu_count() or 1)
-    usual = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
     given = server_environment(ServerOptions(tmp_path, environment={"MALLOC_ARENA_MAX": "3"}), INSTALLATION, CPU)
     assert given["MALLOC_ARENA_MAX"] == "3"
-    assert heaps(server_environment(ServerOptions(tmp_path), INSTALLATION, CPU)) <= limit < heaps(usual)
+    assert heaps(server_environment(ServerOptions(tmp_path), INSTALLATION, CPU)) <= limit < heaps(os.environ)
 
 
 def test_one_server_per_gpu_with_ports_of_its_own(tmp_path: Path) -> None:
