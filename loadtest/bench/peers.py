@@ -287,9 +287,10 @@ def main() -> int:
             if engines:  # those that fail are left out of the turns after
                 new += kept(engines, options, turn, results)
         standings = peers_report.read(results)
-    told = {(pair["engine"], pair["workload"], pair["shape"], pair["form"]) for pair in new}
+    of_one = "engine", "version", "workload", "shape", "form"
+    told = {tuple(pair[key] for key in of_one) for pair in new}
     for each in standings:
-        if tuple(each.newest[key] for key in ("engine", "workload", "shape", "form")) in told:
+        if tuple(each.newest[key] for key in of_one) in told:
             for name, value, unit, notes in each.figures():
                 figures.emit("trial." * trial + name, value, unit, **notes)
     print(peers_report.page(standings), file=sys.stderr)

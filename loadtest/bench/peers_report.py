@@ -1,9 +1,8 @@
 """Other engines beside ours: the recorded pairs as tables in README.md and docs/peers.md, and the figures `peers.*`.
 
 A line of results/peers.jsonl is a pair: a workload that an engine and our server were asked in one turn, the same
-pictures, one after the other on one machine. Of an engine's pairs on a workload those of its newest version count, and
-of these those with the commit, machine and settings of the last. Those of 2026-11-23 were taken before the command was
-there.
+pictures, one after the other on one machine. Of the pairs of an engine's version on a workload those count that have
+the commit, machine and settings of the last. Those of 2026-11-23 were taken before the command was there.
 """
 
 import json
@@ -38,7 +37,7 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Standing:
-    """An engine beside ours on one workload: its pairs that count, the newest last."""
+    """A version of an engine beside ours on one workload: its pairs that count, the newest last."""
 
     pairs: Sequence[Line]
 
@@ -64,7 +63,8 @@ class Standing:
 
     @property
     def engine(self) -> str:
-        return ENGINES.get(self.newest["engine"], self.newest["engine"])
+        """With its version."""
+        return f"{ENGINES.get(self.newest['engine'], self.newest['engine'])} {self.newest['version']}"
 
     def all(self, side: str, what: str = "rate") -> list[float]:
         """Of the pairs that say it."""
@@ -103,32 +103,33 @@ class Standing:
 
 
 def read(file: Path = RESULTS) -> list[Standing]:
-    """In the order of the workloads, forms and engines."""
+    """In the order of the workloads, forms, engines and versions, the newest version last."""
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
-    def place(line: Line) -> tuple[int, str, int, str, str]:
-        known = list(ENGINES)
-        engine = known.index(line["engine"]) if line["engine"] in known else len(known)
+    def place(line: Line) -> tuple[Any, ...]:
         return (
             list(WORKLOADS).index(line["workload"]),
             line["shape"],
             list(FORMS).index(line["form"]),
-            engine,
-            line["engine"],
+            column(line),
         )
-
-    def version(line: Line) -> list[int]:
-        return [int(number) for number in re.findall(r"\d+", line["version"])]
 
     def taken(line: Line) -> tuple[object, ...]:
         commit = (line["commit"] or "").removesuffix("-dirty")  # as the results themselves make it
-        return line["version"], line["machine"], commit, line.get("settings"), line.get("flags")
+        return line["machine"], commit, line.get("settings"), line.get("flags")
 
     standings = []
     for _, group in groupby(sorted(lines, key=place), place):
-        pairs = sorted(group, key=version)
+        pairs = list(group)
         standings.append(Standing([pair for pair in pairs if taken(pair) == taken(pairs[-1])]))
     return standings
+
+
+def column(line: Line) -> tuple[int, str, list[int]]:
+    """Where an engine's version stands beside others."""
+    known, engine = list(ENGINES), line["engine"]
+    version = [int(number) for number in re.findall(r"\d+", line["version"])]
+    return known.index(engine) if engine in known else len(known), engine, version
 
 
 def comparison(standings: Iterable[Standing]) -> str:
@@ -172,21 +173,21 @@ def page(standings: Sequence[Standing]) -> str:
     lost = ", ".join(f"{each.title} ({each.engine})" for each in count["theirs"])
     once = sum(len(each.pairs) == 1 for each in standings)
     losses = f" ({lost})" if lost else ""
-    engines = ENGINES | {each.newest["engine"]: each.engine for each in standings}
+    engines = list(dict.fromkeys(each.engine for each in sorted(standings, key=lambda each: column(each.newest))))
     lines = [
         f"Of {len(standings)} pairs Tessera is ahead in {len(count['ours'])}, behind in {len(count['theirs'])}"
         f"{losses}, and {len(count['neither'])} cannot be told apart by their intervals; "
         f"{once} were taken once, without one.",
         "",
-        "| workload | " + " | ".join(f"Tessera, {name} | ours / theirs | ahead" for name in engines.values()) + " |",
+        "| workload | " + " | ".join(f"Tessera, {name} | ours / theirs | ahead" for name in engines) + " |",
         "|---" * (1 + 3 * len(engines)) + "|",
     ]
     for workload, row in groupby(standings, lambda each: each.title):
-        by_engine = {each.newest["engine"]: each for each in row}
+        by_engine = {each.engine: each for each in row}
         cells = [cell for engine in engines for cell in pair_cells(by_engine.get(engine))]
         lines.append(f"| {workload} | {' | '.join(cells)} |")
     known = {each.newest["engine"] for each in standings}
-    if missing := [name for engine, name in engines.items() if engine not in known]:
+    if missing := [name for engine, name in ENGINES.items() if engine not in known]:
         lines += ["", f"Not measured yet: {', '.join(missing)}."]
     heads = ("J a request", "W", "MHz", "ms to the first token", "turns", "machine", "commit", "date", "")
     lines += [
@@ -200,7 +201,7 @@ def page(standings: Sequence[Standing]) -> str:
         line, whats = each.newest, ("joules", "watts", "mhz", "ttft_p50_ms")
         cells = [both(each, what) for what in whats] + [f"{len(each.pairs)}"]
         cells += [line[key] for key in ("machine", "commit", "date")] + [line.get("note", "")]
-        lines.append(f"| {each.title}, {each.engine} {line['version']} | {' | '.join(cells)} |")
+        lines.append(f"| {each.title}, {each.engine} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

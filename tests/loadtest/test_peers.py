@@ -25,14 +25,15 @@ def standings(tmp_path: Path, *lines: dict[str, Any]) -> list[Standing]:
     return peers_report.read(file)
 
 
-def test_pairs_of_the_newest_version_count_together(tmp_path: Path) -> None:
+def test_pairs_of_a_version_count_together(tmp_path: Path) -> None:
     old, other = pair(1, 9, version="0"), pair(10, 10, workload="W4a", unit="tok/s")
     # The results themselves make the tree dirty.
     found = standings(tmp_path, old, pair(110, 100), other, pair(121, 110, commit="c-dirty"))
-    assert [(each.title, len(each.pairs)) for each in found] == [("W1 bf16", 2), ("W4a bf16", 1)]
-    assert found[0].ratio == (pytest.approx(1.1), pytest.approx(0, abs=1e-9))
-    assert found[1].ratio == (1.0, None)
-    figures = {name: (value, unit) for name, value, unit, _ in found[0].figures()}
+    told = [(each.title, each.engine, len(each.pairs)) for each in found]
+    assert told == [("W1 bf16", "vLLM 0", 1), ("W1 bf16", "vLLM 1", 2), ("W4a bf16", "vLLM 1", 1)]
+    assert found[1].ratio == (pytest.approx(1.1), pytest.approx(0, abs=1e-9))
+    assert found[2].ratio == (1.0, None)
+    figures = {name: (value, unit) for name, value, unit, _ in found[1].figures()}
     assert figures == {
         "peers.vllm.W1.bf16.ratio": (1.1, "ratio"),
         "peers.vllm.W1.bf16.req_s": (105.0, "req/s"),
@@ -58,8 +59,8 @@ def test_losses_and_what_was_not_measured_are_told(tmp_path: Path) -> None:
     lost = pair(90, 100, workload="W2")
     found = standings(tmp_path, pair(110, 100), lost, pair(5, 6, shape="another"), pair(8, 4, engine="lmdeploy"))
     page = peers_report.page(found)
-    assert "Of 4 pairs Tessera is ahead in 2, behind in 2 (W1 another bf16 (vLLM), W2 bf16 (vLLM))" in page
-    assert "| W1 bf16 | 110 req/s, 100 req/s | 1.1 | ours |  |  |  | 8 req/s, 4 req/s | 2 | ours |\n" in page
+    assert "Of 4 pairs Tessera is ahead in 2, behind in 2 (W1 another bf16 (vLLM 1), W2 bf16 (vLLM 1))" in page
+    assert "| W1 bf16 | 110 req/s, 100 req/s | 1.1 | ours | 8 req/s, 4 req/s | 2 | ours |\n" in page
     assert "Not measured yet: SGLang." in page
     readme = peers_report.comparison(found)
     assert "at once | 110 req/s | 100 req/s | 1.10 |  |  |  |\n" in readme and "5 req/s" not in readme
