@@ -11,7 +11,7 @@ from penalties_reference import penalized
 
 from tessera.engine.execution import sampler
 from tessera.engine.execution.penalties import Histories, echoes, history
-from tessera.engine.execution.sampler import SamplingRow, allowed_tokens, greedy, sample, uniform
+from tessera.engine.execution.sampler import Choices, SamplingRow, sample, uniform
 from tessera.engine.sequence import MOST_MARGIN, SamplingParameters, Sequence
 from tessera.kernels.fixed_rows import FixedRows
 from tessera.kernels.transfer import Moment
@@ -199,6 +199,11 @@ class Asking:
         return self.masks[drafted]
 
 
+def head(hidden):
+    """As if logits were the hidden rows."""
+    return hidden
+
+
 def test_what_is_likeliest_of_masked_rows_is_what_sampling_chooses():
     """Forced tokens, masks and rows without any, of drafts too; and rows that are not finite."""
     random, schema = np.random.default_rng(0), {"json_schema": {"type": "object"}}
@@ -207,20 +212,26 @@ def test_what_is_likeliest_of_masked_rows_is_what_sampling_chooses():
     asking += [Asking([masks[2], masks[3]], **schema)]
     logits = torch.from_numpy(random.normal(size=(8, 100))).bfloat16()
     logits[1, 5], logits[4, 2], logits[7, 99] = float("nan"), float("inf"), -float("inf")
-    allowed = allowed_tokens(asking, logits.device)
-    assert allowed is not None and allowed.bits.shape == (4, 13)
+    choices = Choices.of(asking)
+    assert choices is not None and choices.free.tolist() == [2, 3, 4, 6, 7]
     parameters = SamplingParameters.parse({})
     every = [SamplingRow(parameters, 0, 0, mask=each.mask(n)) for each in asking for n in range(len(each.masks))]
-    assert greedy(logits, allowed).tolist() == [token for token, _ in tokens(logits.clone(), every)]
+    chosen = [token for token, _ in tokens(logits.clone(), every)]
+    assert choices.made(logits, head).tolist() == chosen
+    free = Choices.of([each for each in asking if not any(isinstance(mask, int) for mask in each.masks)])
+    assert free.made(logits[[3, 4, 6, 7]], head).tolist() == [chosen[row] for row in (3, 4, 6, 7)]
 
 
-def test_tokens_may_be_forced_in_all_rows_of_a_step():
-    logits, asking = torch.eye(100)[[1, 2, 30]], [Asking([7, 3], json_schema={"type": "object"}), Asking([None])]
-    assert greedy(logits, allowed_tokens(asking, logits.device)).tolist() == [7, 3, 30]
+def test_where_nothing_is_to_choose_no_logits_are_made():
+    asking = [Asking([7, 3], json_schema={"type": "object"})]
+    assert Choices.of(asking).made(torch.eye(100)[[1, 2]], None).tolist() == [7, 3]
+    made, hidden = [], torch.eye(100)[[1, 2, 30]]
+    chosen = Choices.of([*asking, Asking([None])]).made(hidden, lambda rows: made.append(rows) or rows)
+    assert chosen.tolist() == [7, 3, 30] and torch.equal(made[0], hidden[2:])
 
 
 @pytest.mark.parametrize("more", [{"temperature": 1.0}, {"logprobs": True}, {"logit_bias": {"3": 1.0}}])
 def test_rows_that_ask_for_more_than_the_likeliest_are_sampled(more):
     asking = [Asking([5], json_schema={"type": "object"}), Asking([6], json_schema={"type": "object"}, **more)]
-    assert allowed_tokens(asking[:1], LOGITS.device) is not None
-    assert allowed_tokens(asking, LOGITS.device) is None
+    assert Choices.of(asking[:1]) is not None
+    assert Choices.of(asking) is None

@@ -186,12 +186,11 @@ def likeliest(masked: bool) -> None:
     lines, bits = ({"lines": "*i64"}, {"bits": "*u8"}) if masked else ({}, {})
     out = {"tops": "*fp32", "places": "*i64"}
     numbers = dict.fromkeys(("row_stride", "width", "vocabulary"), "i32")
-    none = {} if masked else {"lines": None}
+    none = {} if masked else {"lines": None, "bits": None}
     parts = {"logits": "*bf16", **lines, **bits, **out, **numbers}
-    constants = {"BLOCK": 4096, "EARLY": True, **none, **({} if masked else {"bits": None})}
-    compile_for_hopper(ASTSource, _of_parts, parts, constants, "st.global", num_warps=4)
-    rows = {**out, **lines, "chosen": "*i64", "parts": "i32"}
-    compile_for_hopper(ASTSource, _of_rows, rows, {"BLOCK": 64, "EARLY": True, **none}, "st.global", num_warps=4)
+    compile_for_hopper(ASTSource, _of_parts, parts, {"BLOCK": 4096, "EARLY": True, **none}, "st.global", num_warps=4)
+    rows = {**out, "chosen": "*i64", "parts": "i32"}
+    compile_for_hopper(ASTSource, _of_rows, rows, {"BLOCK": 64, "EARLY": True}, "st.global", num_warps=4)
 
 
 def routing() -> None:

@@ -33,7 +33,7 @@ def likeliest(logits: torch.Tensor, allowed: Allowed | None = None) -> torch.Ten
         _of_parts[(parts, rows)](
             *(logits, lines, bits, tops, places, logits.stride(0), width, vocabulary), BLOCK=_BLOCK, **early
         )
-        _of_rows[(rows,)](tops, places, lines, chosen, parts, BLOCK=triton.next_power_of_2(parts), **early)
+        _of_rows[(rows,)](tops, places, chosen, parts, BLOCK=triton.next_power_of_2(parts), **early)
     return chosen
 
 
@@ -61,7 +61,7 @@ def _of_parts(
 
 
 @triton.jit
-def _of_rows(tops, places, lines, chosen, parts, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _of_rows(tops, places, chosen, parts, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """The first of a row's parts that has the largest logit; one that is not finite has the largest."""
     wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -71,8 +71,4 @@ def _of_rows(tops, places, lines, chosen, parts, BLOCK: tl.constexpr, EARLY: tl.
     place = tl.load(places + row * parts + part, mask=inside, other=0)
     largest = tl.max(top, 0)
     last = 9223372036854775807  # of int64
-    token = tl.min(tl.where(inside & (top == largest), place, last), 0)
-    if lines is not None:
-        only = tl.load(lines + tl.num_programs(0) + row)
-        token = tl.where((only >= 0) & (token >= 0), only, token)
-    tl.store(chosen + row, token)
+    tl.store(chosen + row, tl.min(tl.where(inside & (top == largest), place, last), 0))

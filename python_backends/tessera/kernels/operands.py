@@ -124,8 +124,8 @@ class Routing(NamedTuple):
 class Allowed(NamedTuple):
     """Which tokens each of a step's rows may choose."""
 
-    rows: torch.Tensor  # int64 [2, m]: its line of ``bits``, or -1 for any token; the only token, or -1
-    bits: torch.Tensor  # uint8 [lines, ceil(vocabulary / 8)], the lowest bit first; without lines of any width
+    lines: torch.Tensor  # int64 [m]: its line of ``bits``, or -1 for any token
+    bits: torch.Tensor  # uint8 [lines, ceil(vocabulary / 8)], the lowest bit first; one line or more
 
 
 class PenaltyLines(NamedTuple):

@@ -47,17 +47,12 @@ def likeliest(logits: torch.Tensor, allowed: Allowed | None = None) -> torch.Ten
     """logits of any float dtype [m, vocabulary] -> int64 [m], of those ``allowed``, of several equal ones the first; -1
     for a row with any NaN or infinity."""
     lowest, highest = logits.aminmax(dim=-1)
-    if allowed is None:
-        tokens = logits.argmax(dim=-1)
-    else:
-        (lines, only), bits = allowed
-        where = (lines >= 0).nonzero()[:, 0]
-        if len(where):  # else there are no masks, of whatever width
-            eight = torch.arange(8, dtype=torch.uint8, device=bits.device)
-            each = (bits[lines[where]][:, :, None] >> eight & 1).flatten(1)[:, : logits.shape[1]]
-            logits = logits.index_copy(0, where, logits[where].masked_fill(each == 0, float("-inf")))
-        tokens = torch.where(only < 0, logits.argmax(dim=-1), only)
-    return torch.where(highest - lowest < float("inf"), tokens, -1)
+    if allowed is not None:
+        lines, bits = allowed
+        eight = torch.arange(8, dtype=torch.uint8, device=bits.device)
+        each = (bits[lines.clamp(min=0)][:, :, None] >> eight & 1).flatten(1)[:, : logits.shape[1]]
+        logits = logits.masked_fill((each == 0) & (lines >= 0)[:, None], float("-inf"))
+    return torch.where(highest - lowest < float("inf"), logits.argmax(dim=-1), -1)
 
 
 def penalized(logits: torch.Tensor, lines: PenaltyLines, rows: torch.Tensor) -> torch.Tensor:

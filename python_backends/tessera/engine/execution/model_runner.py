@@ -17,7 +17,7 @@ from tessera.checkpoint.weights import SafetensorsFolder, SafetensorsHeaders, fi
 from tessera.engine.execution.batch_inputs import PackedBatch, fill_in, pack, pictures_of
 from tessera.engine.execution.memory_budget import count_blocks, prompts_of
 from tessera.engine.execution.penalties import Histories, Penalties
-from tessera.engine.execution.sampler import SampledRows, SamplingRow, allowed_tokens, greedy, sample
+from tessera.engine.execution.sampler import Choices, SampledRows, SamplingRow, greedy, sample
 from tessera.engine.execution.step_graphs import DecodeGraphs, PromptGraphs, graph_sizes, prompt_sizes
 from tessera.engine.scheduling.scheduler import ScheduledBatch
 from tessera.kernels.fixed_rows import FixedRows
@@ -181,17 +181,18 @@ class ModelRunner:
     ) -> SampledRows:
         if likeliest and penalties is not None and self._graphs is not None and self._graphs.chooses(len(hidden)):
             return SampledRows(self._graphs.penalized(hidden), started)
-        logits = self._model.logits(hidden)
+        head = self._model.logits
         if likeliest:
+            logits = head(hidden)
             sampled = SampledRows(greedy(logits if penalties is None else penalties.applied(logits)), started)
-        elif penalties is None and (allowed := allowed_tokens(batch.sampling, logits.device)) is not None:
-            sampled = SampledRows(greedy(logits, allowed), started)
+        elif penalties is None and (choices := Choices.of(batch.sampling)) is not None:
+            sampled = SampledRows(choices.made(hidden, head), started)
         else:
             rows = [SamplingRow.of(each, drafted) for each in batch.sampling for drafted in range(1 + len(each.draft))]
-            sampled = sample(logits, rows, started, penalties)
+            sampled = sample(head(hidden), rows, started, penalties)
         if penalties is not None:
             penalties.append(sampled.ids)
-        self._last_sampled[: len(logits)].copy_(sampled.ids)
+        self._last_sampled[: len(hidden)].copy_(sampled.ids)
         return sampled
 
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceType
 from typing import NamedTuple
 
@@ -101,21 +102,47 @@ def greedy(logits: torch.Tensor, allowed: Allowed | None = None) -> torch.Tensor
     return layer_kernels(logits.device.type).likeliest(logits, allowed)
 
 
-def allowed_tokens(sequences: SequenceType[Sequence], device: torch.device) -> Allowed | None:
-    """What a step's rows may choose, where all of them ask for the likeliest of it and nothing else; None otherwise."""
-    lines, only, masks = list[int](), list[int](), list[np.ndarray]()
-    for sequence in sequences:
-        constrained = sequence.request.sampling.constraint is not None
-        if not (sequence.likeliest if constrained else sequence.greedy):
+class Choices(NamedTuple):
+    """What a step's m rows may choose, where all of them ask for the likeliest of it and nothing else."""
+
+    only: np.ndarray  # int64 [m]: the only token that may come, or -1
+    free: np.ndarray  # int64 [f]: the rows that have a choice
+    masks: list[np.ndarray | None]  # of each of these, see Sequence.mask
+
+    @classmethod
+    def of(cls, sequences: SequenceType[Sequence]) -> Choices | None:
+        """None where a sequence asks for more than the likeliest."""
+        masks = list[np.ndarray | int | None]()
+        for sequence in sequences:
+            constrained = sequence.request.sampling.constraint is not None
+            if not (sequence.likeliest if constrained else sequence.greedy):
+                return None
+            masks += map(sequence.mask, range(1 + len(sequence.draft)))
+        only = np.array([mask if isinstance(mask, int) else -1 for mask in masks])
+        return cls(only, np.flatnonzero(only < 0), [mask for mask in masks if not isinstance(mask, int)])
+
+    def made(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """hidden [m, hidden size], of whose rows ``head`` makes the logits -> tokens, int64 [m]; NOT_FINITE for a row
+        with any NaN or infinity. Where there is no choice no logits are made: most of an answer by a JSON schema is
+        such, and they take as long as a layer or two."""
+        device = hidden.device
+        if len(self.free) == len(hidden):
+            return greedy(head(hidden), self._allowed(device))
+        finite = hidden.abs().amax(dim=-1) < float("inf")
+        tokens = torch.where(finite, to_device(self.only, device), NOT_FINITE)
+        if len(self.free):
+            free = to_device(self.free, device)
+            tokens.index_copy_(0, free, greedy(head(hidden.index_select(0, free)), self._allowed(device)))
+        return tokens
+
+    def _allowed(self, device: torch.device) -> Allowed | None:
+        """Of the rows that have a choice."""
+        bits = [mask for mask in self.masks if mask is not None]
+        if not bits:
             return None
-        for drafted in range(1 + len(sequence.draft)):
-            mask = sequence.mask(drafted)
-            only.append(mask if isinstance(mask, int) else -1)
-            lines.append(len(masks) if isinstance(mask, np.ndarray) else -1)
-            if isinstance(mask, np.ndarray):
-                masks.append(mask)
-    bits = np.stack(masks) if masks else np.zeros((1, 1), np.uint8)
-    return Allowed(to_device(np.array([lines, only], np.int64), device), to_device(bits, device))
+        masked = np.array([mask is not None for mask in self.masks])
+        lines = np.where(masked, masked.cumsum() - 1, -1)
+        return Allowed(to_device(lines, device), to_device(np.stack(bits), device))
 
 
 def sample(
