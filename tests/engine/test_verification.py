@@ -307,6 +307,18 @@ def test_where_a_token_is_forced_nothing_else_is_allowed(asked, tokenizer):
     assert runs
 
 
+@pytest.mark.parametrize(("limits", "first"), [({}, 7), ({"max_batched_tokens": 14}, 3), ({"drafts": 2}, 3)])
+def test_what_an_answer_must_begin_with_comes_with_its_prompt(limits, first):
+    """As much of it as the step has room for: all that is forced, and the token behind it."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    asked = dict(json_schema=schema, max_tokens=40, ignore_eos=False)
+    expected = served(tiny_engine(MODEL, eos=(EOS,)), [make_request([7, 8, 9] * 4, "json", **asked)])
+    engine = tiny_engine(MODEL, eos=(EOS,), **{"drafts": 8, "max_sequences": 4, **limits})
+    engine.submit(make_request([7, 8, 9] * 4, "json", **asked))
+    engine.step()
+    assert engine.scheduler.running[0].outputs == expected["json"][1][:first]
+
+
 def test_a_drafter_that_knows_no_vocabulary_ends_before_it():
     class Wild:
         prior = 1.0

@@ -192,12 +192,14 @@ class Sequence:
         return 1
 
     def mask(self, drafted: int = 0) -> np.ndarray | int | None:
-        """The tokens that may come next, uint8 [ceil(vocabulary / 8)] with the lowest bit first, or the only one; None:
-        any.
-
-        ``drafted``: behind this many tokens of the draft.
-        """
+        """The tokens that may come next, or behind this many of the draft, uint8 [ceil(vocabulary / 8)] with the lowest
+        bit first, or the only one; None: any."""
         return None
+
+    @property
+    def certain(self) -> SequenceType[int]:
+        """Tokens that the answer must begin with, to be drafted before there are any."""
+        return ()
 
     def verifiable(self, draft: SequenceType[int]) -> SequenceType[int]:
         """As much of a draft as the next step may verify."""

@@ -351,9 +351,11 @@ class StepBudget:
 
     def share(self, sequence: Sequence, pending: int, left: int) -> int:
         """How many of its pending tokens a step takes that has this many left."""
-        if pending > 1:
-            left = max(0, left - self.most + self.tokens(sequence.request.sampling.priority))
-        return min(pending, left)
+        return min(pending, self.room(sequence, left) if pending > 1 else left)
+
+    def room(self, sequence: Sequence, left: int) -> int:
+        """How many tokens for a prompt's sake a step has left, of these."""
+        return max(0, left - self.most + self.tokens(sequence.request.sampling.priority))
 
 
 def _urgent_priority(load: Load) -> int:

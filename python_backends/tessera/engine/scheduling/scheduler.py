@@ -37,6 +37,7 @@ class Scheduler:
         self.waiting, self.running = self.load.waiting, self.load.running
         self.parked: list[Sequence] = []
         self.preemptions = 0
+        self._spare_rows = 0  # of the step that is planned: nobody's yet
 
     @property
     def has_work(self) -> bool:
@@ -58,12 +59,15 @@ class Scheduler:
         while (victim := policies.gives_way(self.load, self.blocks)) is not None:
             self._preempt(victim)
         budget = StepBudget.of(self.load)
-        if drafts := self._drafts(budget):
-            budget = budget.beside(sum(map(len, drafts.values())))
+        drafts = self._drafts(budget)
+        drafted = sum(map(len, drafts.values()))
+        if drafted:
+            budget = budget.beside(drafted)
+        self._spare_rows = self.load.max_rows - len(self.running) - len(self.load.admissible()) - drafted
         left = self._plan_running(spans, budget, drafts)
         if not policies.waits_for_burst(self.load, budget):
             self._plan_waiting(spans, budget, left)
-        batch = ScheduledBatch(spans, sum(len(span.sequence.draft) for span in spans) if drafts else 0)
+        batch = ScheduledBatch(spans, sum(len(span.sequence.draft) for span in spans) if self.load.drafts else 0)
         if batch.tokens > len(spans):
             spans.sort(key=lambda span: span.count > 1)
         return batch
@@ -205,6 +209,9 @@ class Scheduler:
             pending = sequence.pending
             count = pending if pending <= 1 <= left else budget.share(sequence, pending, left)
             draft = drafts.get(sequence, ()) if drafts else ()
+            if 1 < count == pending:
+                draft = self._certain(sequence, budget.room(sequence, left - count))
+                left -= len(draft)
             if count and self._plan(spans, sequence, count, count == pending, draft):
                 left -= count
         return left
@@ -224,10 +231,22 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             pending = sequence.pending
             count = budget.share(sequence, pending, left)
-            self._plan(spans, sequence, count, count == pending)
-            left -= count
+            draft = self._certain(sequence, budget.room(sequence, left - count)) if count == pending else ()
+            self._plan(spans, sequence, count, count == pending, draft)
+            left -= count + len(draft)
             if count < pending:
                 return
+
+    def _certain(self, sequence: Sequence, most: int) -> SequenceType[int]:
+        """What an answer must begin with, at most this many tokens, for the step that reads the end of its prompt to
+        run too. Nothing where blocks are few."""
+        needed = 2 * (len(self.running) + self.blocks.blocks_for(self.load.drafts))
+        if not sequence.certain or self.blocks.free < needed:
+            return ()
+        most = min(most, self.load.drafts, self._spare_rows, sequence.max_tokens - 1)
+        draft = sequence.verifiable(sequence.certain[: max(0, most)])
+        self._spare_rows -= len(draft)
+        return draft
 
     def _plan(
         self, spans: list[ScheduledSpan], sequence: Sequence, count: int, samples: bool, draft: SequenceType[int] = ()

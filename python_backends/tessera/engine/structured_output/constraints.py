@@ -175,9 +175,10 @@ class Matcher:
         self._mask = self.mask & ~tokens
 
     def look_ahead(self, most: int) -> None:
-        """From the next token on ``forced`` are the tokens that must come then, as the tokenizer writes them, as far as
-        there is no choice: this many and one at most."""
+        """From now on ``forced`` are the tokens that must come next, as the tokenizer writes them, as far as there is
+        no choice: this many and one at most."""
         self._ahead = most + 1
+        self._follow((), self._look_ahead)
 
     def propose(self, outputs: SequenceType[int], most: int) -> SequenceType[int]:
         return self.forced[:most]

@@ -67,6 +67,10 @@ class ConstrainedSequence(Sequence):
         short = len(self.outputs) + drafted < self.request.sampling.min_tokens
         return self._matcher.going_on(mask) if short and isinstance(mask, np.ndarray) else mask
 
+    @property
+    def certain(self) -> SequenceType[int]:
+        return () if self.outputs or self.drafting is None else self._matcher.forced
+
     def verifiable(self, draft: SequenceType[int]) -> SequenceType[int]:
         return self._matcher.along(draft)
 
