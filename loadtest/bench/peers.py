@@ -8,7 +8,7 @@ concurrency, one counting rule, watts and MHz (`make bench NAME=peers`).
 
 An engine lives in an environment of its own: `--env ENGINE=FOLDER` (a virtual environment), or its command is on PATH.
 What is not installed, or does not start, is said, and its cells stay empty. Each is asked over its OpenAI server, ours
-over gRPC. In each turn every server is started, asked all workloads, and stopped, as each takes what a GPU has. Random
+over gRPC. All servers run at once, each on the same share of the GPU's memory, and one at a time is asked. Random
 weights are those of an engine's own dummy format; LMDeploy has none, so that it wants a checkpoint with weights.
 
 Each pair is added to loadtest/results/peers.jsonl when it is taken; pairs of one version, commit and machine count
@@ -32,7 +32,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,10 @@ from bench import peers_report
 OURS = "tessera"
 START_S = 600.0
 """The most that an engine may take to start."""
-STARTS_S = {OURS: 25.0}
-"""About, on an H200; others 120."""
+STARTS_S = 150.0
+"""About, of all at once on an H200."""
+MEMORY = 0.92
+"""Of a GPU, that all servers share alike."""
 
 
 @dataclass(frozen=True)
@@ -69,19 +71,28 @@ class Engine:
     """None: it has none."""
     forms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """What it is told for a form beside bf16."""
+    share: str = ""
+    """What its share of a GPU's memory is called."""
 
 
 DUMMY, FP8 = ("--load-format", "dummy"), {"fp8": ("--quantization", "fp8")}
 HERE = ("--host", "127.0.0.1", "--port", "{port}")
 ENGINES = {
-    "vllm": Engine("vllm", ("serve", "{checkpoint}", *HERE, "--api-server-count", "8"), "vllm", DUMMY, FP8),
+    "vllm": Engine(
+        "vllm",
+        ("serve", "{checkpoint}", *HERE, "--api-server-count", "8"),
+        *("vllm", DUMMY, FP8, "--gpu-memory-utilization"),
+    ),
     "sglang": Engine(
-        "python", ("-m", "sglang.launch_server", "--model-path", "{checkpoint}", *HERE), "sglang", DUMMY, FP8
+        "python",
+        ("-m", "sglang.launch_server", "--model-path", "{checkpoint}", *HERE),
+        *("sglang", DUMMY, FP8, "--mem-fraction-static"),
     ),
     "lmdeploy": Engine(
         "lmdeploy",
         ("serve", "api_server", "{checkpoint}", "--server-name", "127.0.0.1", "--server-port", "{port}"),
         "lmdeploy",
+        share="--cache-max-entry-count",
     ),
     "standin": Engine(sys.executable, (standin_server.__file__, "openai", "{port}"), "", (), {"fp8": ()}),
 }
@@ -95,8 +106,8 @@ class Installed:
     program: str
     version: str
 
-    def command(self, options: argparse.Namespace, port: int) -> list[str]:
-        """Raises ValueError for what it cannot do."""
+    def command(self, options: argparse.Namespace, port: int, share: float) -> list[str]:
+        """``share``: of a GPU's memory. Raises ValueError for what it cannot do."""
         engine = ENGINES[self.name]
         weights = engine.random_weights if options.weights == "random" else ()
         if weights is None:
@@ -106,8 +117,9 @@ class Installed:
         if options.form != "bf16" and options.form not in engine.forms:
             raise ValueError(f"it does not make {options.form} of a checkpoint while loading")
         given = [each.format(checkpoint=options.checkpoint.resolve(), port=port) for each in engine.arguments]
+        memory = [engine.share, f"{share:.2f}"] if engine.share else []
         more = pairs(options.flags, "ENGINE=FLAGS").get(self.name, "")
-        return [self.program, *given, *weights, *engine.forms.get(options.form, ()), *shlex.split(more)]
+        return [self.program, *given, *weights, *memory, *engine.forms.get(options.form, ()), *shlex.split(more)]
 
 
 def installed(name: str, environment: str | None) -> Installed:
@@ -128,26 +140,19 @@ def installed(name: str, environment: str | None) -> Installed:
 
 
 @contextmanager
-def started(command: Sequence[str], port: int, gpus: Sequence[str], log: Path) -> Iterator[float]:
-    """An engine's server; yields how many seconds it took. Raises RuntimeError with what it said last."""
+def launched(command: Sequence[str], gpus: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """An engine's server, which may be yet to come up."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environment |= {"PATH": os.pathsep.join([str(Path(command[0]).parent), os.environ["PATH"]])}
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    began = time.monotonic()
     with log.open("wb") as said:
         # Its stdin stays open: the stand-in ends with it. A group of its own: engines have processes of their own.
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=said, stderr=said, env=environment, start_new_session=True
         )
         try:
-            while not healthy(port):
-                if process.poll() is not None or time.monotonic() - began > START_S:
-                    raise RuntimeError(
-                        f"it did not start: {' | '.join(log.read_text(errors='replace').splitlines()[-5:])}"
-                    )
-                time.sleep(0.2)
-            yield time.monotonic() - began
+            yield process
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
@@ -156,6 +161,39 @@ def started(command: Sequence[str], port: int, gpus: Sequence[str], log: Path) -
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def wait_for(process: subprocess.Popen[bytes], port: int, log: Path, began: float) -> float:
+    """Until a server is up; how many seconds it took. Raises RuntimeError with what it said last."""
+    while not healthy(port):
+        if process.poll() is not None or time.monotonic() - began > START_S:
+            raise RuntimeError(f"it did not start: {' | '.join(log.read_text(errors='replace').splitlines()[-5:])}")
+        time.sleep(0.2)
+    return time.monotonic() - began
+
+
+@contextmanager
+def served(engines: Mapping[str, Installed], options: argparse.Namespace) -> Iterator[dict[str, Target]]:
+    """Ours, and each engine that starts, by their names. What one says is kept in ``options.logs``."""
+    share, gpus, began = MEMORY / (1 + len(engines)), options.ours.gpus, time.monotonic()
+    settings = options.ours.settings | ({"gpu_memory": f"{share:.2f}"} if gpus else {})
+    with ExitStack() as stack:
+        starting = {}
+        for name, engine in engines.items():
+            port, log = free_port(), options.logs / f"{name}.log"
+            process = stack.enter_context(launched(engine.command(options, port, share), gpus, log))
+            starting[name] = process, port, log
+        server = stack.enter_context(serve(replace(options.ours, settings=settings)))
+        notes: dict[str, Any] = {"name": OURS, "startup_s": server.startup_s}
+        targets = {OURS: Target(OURS, server.grpc, None, gpus, server.metrics, notes)}
+        for name, (process, port, log) in starting.items():
+            try:
+                notes = {"name": name, "startup_s": wait_for(process, port, log, began)}
+            except RuntimeError as error:
+                print(f"{name}: {error}", file=sys.stderr, flush=True)
+                continue
+            targets[name] = Target("openai", [f"127.0.0.1:{port}"], None, gpus, notes=notes)
+        yield targets
 
 
 def healthy(port: int) -> bool:
@@ -196,26 +234,22 @@ def side(workload: Workload, taken: Taken) -> Side:
     return {name: float(f"{value:.5g}") for name, value in found.items()}
 
 
-def take_turn(engines: dict[str, Installed], options: argparse.Namespace, turn: int) -> Iterator[dict[str, Any]]:
-    """Ours, then each engine: the pairs. An engine that fails is said, and taken out of ``engines``."""
-    with serve(options.ours) as server:
-        notes: dict[str, Any] = {"name": OURS, "startup_s": server.startup_s}
-        ours = take_all(Target(OURS, server.grpc, None, options.ours.gpus, server.metrics, notes), options, turn)
-    for name, engine in list(engines.items()):
-        port, log = free_port(), options.logs / f"{name}-{turn + 1}.log"
+def take_turn(
+    targets: dict[str, Target], engines: Mapping[str, Installed], options: argparse.Namespace, turn: int
+) -> Iterator[dict[str, Any]]:
+    """Ours, then each engine: the pairs. An engine that fails is said, and taken out of ``targets``."""
+    ours = take_all(targets[OURS], options, turn)
+    for name in [name for name in targets if name != OURS]:
         try:
-            with started(engine.command(options, port), port, options.ours.gpus, log) as startup_s:
-                notes = {"name": name, "startup_s": startup_s}
-                target = Target("openai", [f"127.0.0.1:{port}"], None, options.ours.gpus, notes=notes)
-                theirs = take_all(target, options, turn)
+            theirs = take_all(targets[name], options, turn)
         except (RuntimeError, TimeoutError) as error:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
-            del engines[name]
+            del targets[name]
             continue
         for workload in options.asked:
             yield {
                 "engine": name,
-                "version": engine.version,
+                "version": engines[name].version,
                 "workload": workload.name,
                 "shape": shape_name(options.checkpoint),
                 "form": options.form,
@@ -238,8 +272,7 @@ def lasts(options: argparse.Namespace, engines: Sequence[str]) -> float:
         rate = rates.get((workload.name, options.form)) or rates.get((workload.name, "bf16")) or 20.0
         asked = counting.requests(workload.concurrency, max(options.least, workload.least))
         load += asked * (workload.tokens if workload.streamed else 1) / rate
-    starts = STARTS_S[OURS] + 120.0 * len(engines)
-    return options.turns * (starts + load * (1 + 1.5 * len(engines)))
+    return STARTS_S + options.turns * load * (1 + 1.5 * len(engines))
 
 
 def main() -> int:
@@ -273,7 +306,7 @@ def main() -> int:
             raise SystemExit(f"peers: no engine {name!r}; there are {', '.join(ENGINES)}")
         try:
             found = installed(name, environments.get(name))
-            found.command(options, 0)
+            found.command(options, 0, 0.0)
             engines[name] = found
         except ValueError as error:
             print(f"{name} is left out, its cells stay empty: {error}", file=sys.stderr)
@@ -283,9 +316,11 @@ def main() -> int:
         options.logs = Path(folder)
         results = options.logs / "trial.jsonl" if trial else options.results
         new: list[dict[str, Any]] = []
-        for turn in range(options.turns):
-            if engines:  # those that fail are left out of the turns after
-                new += kept(engines, options, turn, results)
+        if engines:
+            with served(engines, options) as targets:
+                for turn in range(options.turns):
+                    if len(targets) > 1:  # those that fail are left out of the turns after
+                        new += kept(targets, engines, options, turn, results)
         standings = peers_report.read(results)
     of_one = "engine", "version", "workload", "shape", "form"
     told = {tuple(pair[key] for key in of_one) for pair in new}
@@ -300,10 +335,14 @@ def main() -> int:
 
 
 def kept(
-    engines: dict[str, Installed], options: argparse.Namespace, turn: int, results: Path
+    targets: dict[str, Target],
+    engines: Mapping[str, Installed],
+    options: argparse.Namespace,
+    turn: int,
+    results: Path,
 ) -> Iterator[dict[str, Any]]:
     """A turn's pairs, each added to the results as it comes."""
-    for pair in take_turn(engines, options, turn):
+    for pair in take_turn(targets, engines, options, turn):
         with results.open("a") as stream:
             stream.write(json.dumps(pair, separators=(",", ":")) + "\n")
         yield pair

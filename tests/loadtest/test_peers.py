@@ -91,16 +91,16 @@ def test_the_command_of_an_engine() -> None:
         checkpoint=Path("/shape"), weights="random", form="fp8", flags=["vllm=--max-num-seqs 8 --x 'a b'"]
     )
     vllm, lmdeploy = (peers.Installed(name, f"/env/bin/{name}", "1") for name in ("vllm", "lmdeploy"))
-    told = " ".join(vllm.command(options, 8123))
+    told = " ".join(vllm.command(options, 8123, 0.4567))
     assert told.startswith("/env/bin/vllm serve /shape --host 127.0.0.1 --port 8123 ")
-    assert told.endswith(" --load-format dummy --quantization fp8 --max-num-seqs 8 --x a b")
+    assert told.endswith(" dummy --gpu-memory-utilization 0.46 --quantization fp8 --max-num-seqs 8 --x a b")
     with pytest.raises(ValueError, match="no random weights"):
-        lmdeploy.command(options, 1)
+        lmdeploy.command(options, 1, 0.5)
     options.weights = "checkpoint"
     with pytest.raises(ValueError, match="does not make fp8"):
-        lmdeploy.command(options, 1)
+        lmdeploy.command(options, 1, 0.5)
     options.form = "bf16"
-    assert lmdeploy.command(options, 1)[1:4] == ["serve", "api_server", "/shape"]
+    assert lmdeploy.command(options, 1, 0.5)[1:4] == ["serve", "api_server", "/shape"]
 
 
 FEW = [
