@@ -153,22 +153,19 @@ class ModelRunner:
             numbers = [sequence.request.number for sequence in batch.sampling]
             before = self._before if numbers == [*self._previous] and not batch.drafted else None
             packed = self._pack(batch, before)
-            likeliest = all(sequence.greedy for sequence in batch.sampling)
-            whole = likeliest and not any(each.request.sampling.penalized for each in batch.sampling)
             graphs = self._graphs if self._graphs is not None and self._graphs.fits(packed) else None
             self.graph_steps += graphs is not None
+            whole = False
             if graphs is None:
                 run = self._layers(packed, batch)
             else:
+                whole = all(each.greedy and not each.request.sampling.penalized for each in batch.sampling)
                 run = partial(graphs.greedy if whole else graphs.hidden, graphs.put(packed), len(packed.ids))
             started = Moment(self._last_sampled.device)
             ran = run()
             # While the device runs the layers.
             penalties = self._histories.select(batch.sampling, go_on=before is not None)
-            if graphs is not None and whole:
-                sampled = SampledRows(ran, started)
-            else:
-                sampled = self._sample(ran, batch, likeliest, penalties, started)
+            sampled = SampledRows(ran, started) if whole else self._sample(ran, batch, penalties, started)
         places = (
             count() if not batch.drafted else accumulate((1 + len(each.draft) for each in batch.sampling), initial=0)
         )
@@ -177,8 +174,9 @@ class ModelRunner:
         return sampled
 
     def _sample(
-        self, hidden: torch.Tensor, batch: ScheduledBatch, likeliest: bool, penalties: Penalties | None, started: Moment
+        self, hidden: torch.Tensor, batch: ScheduledBatch, penalties: Penalties | None, started: Moment
     ) -> SampledRows:
+        likeliest = all(sequence.greedy for sequence in batch.sampling)
         if likeliest and penalties is not None and self._graphs is not None and self._graphs.chooses(len(hidden)):
             return SampledRows(self._graphs.penalized(hidden), started)
         head = self._model.logits
