@@ -264,6 +264,12 @@ def take_turn(
             }
 
 
+def keep(pair: Mapping[str, Any], results: Path) -> None:
+    """Adds a pair to the results as soon as it is there."""
+    with results.open("a") as stream:
+        stream.write(json.dumps(pair, separators=(",", ":")) + "\n")
+
+
 def lasts(options: argparse.Namespace, engines: Sequence[str]) -> float:
     """About how many seconds on an H200: by our recorded rates, half as much again for others."""
     rates = {(each.newest["workload"], each.newest["form"]): each.all("ours")[-1] for each in peers_report.read()}
@@ -320,7 +326,9 @@ def main() -> int:
             with served(engines, options) as targets:
                 for turn in range(options.turns):
                     if len(targets) > 1:  # those that fail are left out of the turns after
-                        new += kept(targets, engines, options, turn, results)
+                        for pair in take_turn(targets, engines, options, turn):
+                            keep(pair, results)
+                            new.append(pair)
         standings = peers_report.read(results)
     of_one = "engine", "version", "workload", "shape", "form"
     told = {tuple(pair[key] for key in of_one) for pair in new}
@@ -332,17 +340,3 @@ def main() -> int:
     if not trial and options.results == peers_report.RESULTS:
         report.update()
     return 0 if new else 1
-
-
-def kept(
-    targets: dict[str, Target],
-    engines: Mapping[str, Installed],
-    options: argparse.Namespace,
-    turn: int,
-    results: Path,
-) -> Iterator[dict[str, Any]]:
-    """A turn's pairs, each added to the results as it comes."""
-    for pair in take_turn(targets, engines, options, turn):
-        with results.open("a") as stream:
-            stream.write(json.dumps(pair, separators=(",", ":")) + "\n")
-        yield pair

@@ -240,11 +240,11 @@ class Scheduler:
     def _certain(self, sequence: Sequence, most: int) -> SequenceType[int]:
         """What an answer must begin with, at most this many tokens, for the step that reads the end of its prompt to
         run too. Nothing where blocks are few."""
-        needed = 2 * (len(self.running) + self.blocks.blocks_for(self.load.drafts))
-        if not sequence.certain or self.blocks.free < needed:
+        certain = sequence.certain
+        if not certain or self.blocks.free < 2 * (len(self.running) + self.blocks.blocks_for(self.load.drafts)):
             return ()
         most = min(most, self.load.drafts, self._spare_rows, sequence.max_tokens - 1)
-        draft = sequence.verifiable(sequence.certain[: max(0, most)])
+        draft = sequence.verifiable(certain[: max(0, most)])
         self._spare_rows -= len(draft)
         return draft
 
