@@ -17,7 +17,7 @@ from tessera.kernels.rotary import rotate_and_store
 from tessera.kernels.row_attention import PLAN, lane_programs, row_decode, row_prefill
 from tessera.kernels.skinny_linear import multiprocessors
 from tessera.kernels.transfer import to_device
-from tessera.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
+from tessera.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles, short_plan
 
 # Contexts that the number of splits is chosen for where a CUDA graph cannot know them.
 _USUAL_CONTEXT = 4096
@@ -41,6 +41,7 @@ class _Pieces(NamedTuple):
     contexts: torch.Tensor
     blocks: torch.Tensor
     tiles: torch.Tensor
+    plan: AttentionPlan
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class StaticPieces:
     """
 
     def __init__(self, backend: TritonBackend, most_sequences: int, most_rows: int, most_blocks: int) -> None:
-        self._backend = backend
+        self._backend, self._plan = backend, backend.short_plan
+        self._queries = backend.tile_queries(self._plan)
         self._most_sequences, self._most_rows, self._most_blocks = most_sequences, most_rows, most_blocks
 
     def size(self, tokens: int) -> int:
@@ -70,7 +72,7 @@ class StaticPieces:
     def plan(self, flat: torch.Tensor, tokens: int) -> _Plan:
         """The plan for all spans in ``flat`` int64, of this many tokens at most; rows of no span are not attended."""
         _, tiles, (rows, counts, contexts), blocks = self._parts(flat, tokens)
-        return _Plan(None, _Pieces(rows, counts, contexts, blocks.T, tiles.int()))
+        return _Plan(None, _Pieces(rows, counts, contexts, blocks.T, tiles.int(), self._plan))
 
     def last(self, flat: torch.Tensor, tokens: int) -> tuple[torch.Tensor, _Plan]:
         """The queries that tokens are chosen from: their rows, int64 [m], and the plan for them. Where there are fewer,
@@ -87,7 +89,7 @@ class StaticPieces:
             part[...] = 0
         last[:, : len(queries.row)] = queries
         tiles[:, 0] = self._empty(tokens)
-        needed = prefill_tiles(table.count, table.context, self._backend.tile_queries)
+        needed = prefill_tiles(table.count, table.context, self._queries)
         tiles[: len(needed)] = needed
         spans[:, :sequences] = table.row, table.count, table.context
         blocks[:sequences, :most], blocks[:sequences, most:] = table.blocks, 0
@@ -99,7 +101,7 @@ class StaticPieces:
     def _shapes(self, tokens: int) -> tuple[tuple[int, int], ...]:
         """Of last queries, tiles, spans and blocks. No step of this many tokens has more tiles."""
         sequences = self._empty(tokens)
-        tiles = tokens // self._backend.tile_queries + sequences
+        tiles = tokens // self._queries + sequences
         return (3, min(tokens, self._most_rows)), (tiles, 2), (3, sequences + 1), (sequences + 1, self._most_blocks)
 
     def _parts(self, flat: Any, tokens: int) -> list[Any]:
@@ -120,8 +122,7 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, shape: HeadShape, storage: KvStorage) -> None:
         super().__init__(shape, storage)
-        plan = self._prefill_plan()
-        self.tile_queries = plan.rows // (shape.heads // shape.kv_heads)
+        self.whole_plan, self.short_plan = self._prefill_plans()
         # Splits are for a GPU: interpreted, each takes its time.
         self._processors = multiprocessors(storage.device) if storage.device.type == "cuda" else 1
 
@@ -163,7 +164,7 @@ class TritonBackend(AttentionBackend):
             else:
                 self._decode(*given)
         if pieces is not None:
-            self._prefill(q, cache, *pieces, self.scale, out)
+            self._prefill(q, cache, *pieces[:-1], self.scale, out, pieces.plan)
         return out
 
     def _singles(self, table: SpanTable, which: np.ndarray) -> _Singles:
@@ -173,16 +174,23 @@ class TritonBackend(AttentionBackend):
 
     def _pieces(self, table: SpanTable, which: np.ndarray) -> _Pieces:
         row, count, context = (column[which] for column in (table.row, table.count, table.context))
-        tiles = prefill_tiles(count, context, self.tile_queries)
-        return _Pieces(*map(self._tensor, (row, count, context, self._blocks(table, which), tiles)))
+        tiles = prefill_tiles(count, context, self.tile_queries(self.whole_plan))
+        given = (self._tensor(each) for each in (row, count, context, self._blocks(table, which), tiles))
+        return _Pieces(*given, plan=self.whole_plan)
 
     def _blocks(self, table: SpanTable, which: np.ndarray) -> np.ndarray:
         """Block numbers int64 [most, s]: the sequences' tables as columns, as the kernels want them."""
         most = -(-int(table.context[which].max()) // self.storage.block_size)
         return table.blocks[which, :most].T
 
-    def _prefill_plan(self) -> AttentionPlan:
-        return default_plan(self.shape.head_dim, self.storage.dtype)
+    def tile_queries(self, plan: AttentionPlan) -> int:
+        """How many of a tile's rows are queries of their own."""
+        return plan.rows // (self.shape.heads // self.shape.kv_heads)
+
+    def _prefill_plans(self) -> tuple[AttentionPlan, AttentionPlan]:
+        """Of whole prompts, and of the steps that graphs hold, most of whose pieces are short where it matters."""
+        of = self.shape.head_dim, self.storage.dtype
+        return default_plan(*of), short_plan(*of)
 
     def _splits(self, sequences: int, most_tokens: int) -> int:
         """How many programs share a query's context."""
@@ -198,8 +206,8 @@ class FixedTritonBackend(TritonBackend):
     _decode = staticmethod(row_decode)
     _prefill = staticmethod(row_prefill)
 
-    def _prefill_plan(self) -> AttentionPlan:
-        return PLAN
+    def _prefill_plans(self) -> tuple[AttentionPlan, AttentionPlan]:
+        return PLAN, PLAN
 
     def _splits(self, sequences: int, most_tokens: int) -> int:
         return lane_programs(sequences, self.shape.kv_heads, self._processors)
