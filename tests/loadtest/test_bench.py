@@ -1,6 +1,10 @@
 """The registry: every name has a program that explains itself, where there is no GPU; and the small programs run."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -37,6 +41,32 @@ def test_a_program_explains_itself(name: str, monkeypatch: Patch, capsys: Captur
 def test_other_names_are_answered_by_the_list(given: list[str], monkeypatch: Patch, capsys: Captured) -> None:
     monkeypatch.setattr("sys.argv", ["bench", *given])
     assert bench.main() == 2 and "  load " in capsys.readouterr().err
+
+
+PROBE = """
+import time
+def main():
+    try:
+        print("begun", flush=True)
+        time.sleep(60)
+    finally:
+        print("ended", flush=True)
+"""
+AS_PROBE = """
+import runpy, sys, bench
+bench.PROGRAMS["probe"], sys.argv = ("probe", ""), ["bench", "probe"]
+runpy.run_path(sys.path[1] + "/bench/__main__.py", run_name="__main__")
+"""
+
+
+def test_what_is_terminated_ends_what_it_began(tmp_path: Path) -> None:
+    (tmp_path / "probe.py").write_text(PROBE)
+    folders = os.pathsep.join([str(Path(bench.__file__).parents[1]), str(tmp_path)])
+    environment = os.environ | {"PYTHONPATH": folders}
+    with subprocess.Popen([sys.executable, "-c", AS_PROBE], env=environment, stdout=subprocess.PIPE, text=True) as ran:
+        assert ran.stdout is not None and ran.stdout.readline() == "begun\n"
+        ran.terminate()
+        assert ran.communicate(timeout=30)[0] == "ended\n" and ran.returncode == 128 + signal.SIGTERM
 
 
 def test_every_file_with_a_main_is_in_the_registry() -> None:
