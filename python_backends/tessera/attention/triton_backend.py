@@ -36,12 +36,12 @@ class _Singles(NamedTuple):
 class _Pieces(NamedTuple):
     """Pieces of prompts, as :func:`prefill_attention` takes them."""
 
+    plan: AttentionPlan
     rows: torch.Tensor
     counts: torch.Tensor
     contexts: torch.Tensor
     blocks: torch.Tensor
     tiles: torch.Tensor
-    plan: AttentionPlan
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class StaticPieces:
     def plan(self, flat: torch.Tensor, tokens: int) -> _Plan:
         """The plan for all spans in ``flat`` int64, of this many tokens at most; rows of no span are not attended."""
         _, tiles, (rows, counts, contexts), blocks = self._parts(flat, tokens)
-        return _Plan(None, _Pieces(rows, counts, contexts, blocks.T, tiles.int(), self._plan))
+        return _Plan(None, _Pieces(self._plan, rows, counts, contexts, blocks.T, tiles.int()))
 
     def last(self, flat: torch.Tensor, tokens: int) -> tuple[torch.Tensor, _Plan]:
         """The queries that tokens are chosen from: their rows, int64 [m], and the plan for them. Where there are fewer,
@@ -164,7 +164,7 @@ class TritonBackend(AttentionBackend):
             else:
                 self._decode(*given)
         if pieces is not None:
-            self._prefill(q, cache, *pieces[:-1], self.scale, out, pieces.plan)
+            self._prefill(q, cache, *pieces[1:], self.scale, out, pieces.plan)
         return out
 
     def _singles(self, table: SpanTable, which: np.ndarray) -> _Singles:
@@ -175,8 +175,8 @@ class TritonBackend(AttentionBackend):
     def _pieces(self, table: SpanTable, which: np.ndarray) -> _Pieces:
         row, count, context = (column[which] for column in (table.row, table.count, table.context))
         tiles = prefill_tiles(count, context, self.tile_queries(self.whole_plan))
-        given = (self._tensor(each) for each in (row, count, context, self._blocks(table, which), tiles))
-        return _Pieces(*given, plan=self.whole_plan)
+        given = row, count, context, self._blocks(table, which), tiles
+        return _Pieces(self.whole_plan, *map(self._tensor, given))
 
     def _blocks(self, table: SpanTable, which: np.ndarray) -> np.ndarray:
         """Block numbers int64 [most, s]: the sequences' tables as columns, as the kernels want them."""
@@ -184,7 +184,7 @@ class TritonBackend(AttentionBackend):
         return table.blocks[which, :most].T
 
     def tile_queries(self, plan: AttentionPlan) -> int:
-        """How many of a tile's rows are queries of their own."""
+        """How many queries a tile of this plan has, each with the heads of a group."""
         return plan.rows // (self.shape.heads // self.shape.kv_heads)
 
     def _prefill_plans(self) -> tuple[AttentionPlan, AttentionPlan]:
