@@ -11,7 +11,8 @@ memory. Ways take turns, each in a CUDA graph over more copies of its weights th
     fp8            products in e4m3 for 96 and 256 rows, beside cuBLAS without scales
     experts        a layer's routing and products, of Qwen3-30B-A3B's shape, beside torch's grouped ones in bfloat16
     decode         attention of one token each, by batch and context, from caches whose blocks lie in random order
-    prefill        attention of many, beside torch's own on contiguous keys; TFLOP/s over what the causal mask leaves
+    prefill        attention of many, beside torch's own on contiguous keys; TFLOP/s over what the causal mask leaves;
+                   `short_us` by the tiles of steps in graphs
 
     python loadtest/bench kernels --only elementwise skinny
 """

@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from bench.kernel_case import CUDA, Call, Case, copies, error, normal, poisoned
-from tessera.kernels.operands import PagedCache
+from tessera.kernels.operands import AttentionPlan, PagedCache
 from tessera.kernels.paged_decode import choose_splits, decode_attention
-from tessera.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles
+from tessera.kernels.varlen_prefill import default_plan, prefill_attention, prefill_tiles, short_plan
 
 HEADS, KV_HEADS, HEAD_DIM = 28, 4, 128
 DECODES = [(pieces, 1, context) for context in (450, 2400) for pieces in (1, 10, 64, 256)]
-PREFILLS = [(26, 316, 316), (4, 1852, 1852), (3, 2364, 2364), (8, 2300, 2300), (1, 512, 4608)]
-"""Sequences, the new tokens of each, and the context that ends with those."""
+PREFILLS = [(26, 316, 316), (4, 1852, 1852), (3, 2364, 2364), (8, 2300, 2300), (1, 512, 4608), (64, 3, 400)]
+"""Sequences, the new tokens of each, and the context that ends with those; the last are drafts."""
 BLOCK, QUERIES, SCALE = 16, HEADS // KV_HEADS, HEAD_DIM**-0.5
 
 
@@ -38,6 +38,12 @@ class Paged:
         self.counts, self.contexts = np.full(pieces, count), np.full(pieces, context)
         arrays = (np.arange(pieces) * count, self.counts, self.contexts)
         self.columns = [torch.from_numpy(each.astype(np.int32)).to(CUDA) for each in arrays]
+
+    def prefills(self, plan: AttentionPlan) -> list[Call]:
+        """A call for each copy."""
+        tiles = torch.from_numpy(prefill_tiles(self.counts, self.contexts, plan.rows // QUERIES)).to(CUDA)
+        where = (*self.columns, self.blocks, tiles, SCALE, self.out, plan)
+        return [partial(prefill_attention, self.q, PagedCache(*each), *where) for each in self.caches]
 
     def error(self, call: Call) -> float:
         """Of ``call``, which reads the first copy, in the first, the middle and the last sequence."""
@@ -76,16 +82,15 @@ def decode() -> Iterator[Case]:
 
 
 def prefill() -> Iterator[Case]:
-    plan = default_plan(HEAD_DIM, torch.bfloat16)
+    plans = {"ours": default_plan(HEAD_DIM, torch.bfloat16), "short": short_plan(HEAD_DIM, torch.bfloat16)}
     for pieces, count, context in PREFILLS:
         data = Paged(pieces, count, context)
-        tiles = torch.from_numpy(prefill_tiles(data.counts, data.contexts, plan.rows // QUERIES)).to(CUDA)
-        where = (*data.columns, data.blocks, tiles, SCALE, data.out, plan)
-        calls: list[Call] = [partial(prefill_attention, data.q, PagedCache(*each), *where) for each in data.caches]
+        ways = {name: data.prefills(plan) for name, plan in plans.items()}
+        worst = max(data.error(calls[0]) for calls in ways.values())
         operands = (normal(pieces, heads, n, HEAD_DIM) for heads, n in ((HEADS, count), *[(KV_HEADS, context)] * 2))
         mask = {"is_causal": True} if count == context else {"attn_mask": causal_lower_right(count, context)}
         torchs: Call = partial(F.scaled_dot_product_attention, *operands, scale=SCALE, enable_gqa=True, **mask)
         seen = count * (context - count) + count * (count + 1) // 2
-        ways = {"ours": calls, "torch": [torchs] * len(calls)}
+        ways["torch"] = [torchs] * len(ways["ours"])
         flop = 4 * pieces * seen * HEADS * HEAD_DIM
-        yield Case("prefill", f"{count} of {context}", pieces, ways, data.kv_bytes, data.error(calls[0]), flop)
+        yield Case("prefill", f"{count} of {context}", pieces, ways, data.kv_bytes, worst, flop)
