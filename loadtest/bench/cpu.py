@@ -1,9 +1,9 @@
 """The server on a CPU against a loop of `transformers`, in turns (`make bench NAME=cpu`): same checkpoint, pictures,
 questions, machine.
 
-The loop is what a user would write: processor, generate (greedy), decode, one picture after the other, with the number
-of threads that is the fastest for it. The server gets the same JPEG bytes over gRPC, `--concurrency` at a time. Nobody
-sees a picture twice, and every answer of one is compared with the other's.
+The loop is what a user would write: processor, generate (greedy), decode, one picture after the other, in the dtype and
+with the number of threads that are the fastest for it. The server gets the same JPEG bytes over gRPC, `--concurrency`
+at a time. Nobody sees a picture twice, and every answer of one is compared with the other's.
 
     distinct      a question a picture: `cpu.ratio_distinct`, how many times as many answers a second
     4-questions   four about each, one after the other, where caches may help: `cpu.ratio_4_questions`
@@ -22,6 +22,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -92,14 +93,20 @@ def by_server(client: Client, concurrency: int, work: Sequence[Job]) -> Told:
     return Told(len(work) / (time.perf_counter() - began), answers)
 
 
-def fastest_threads(theirs: Theirs, deck: Deck) -> int:
-    """Torch's threads with which the loop is the fastest; also its warm-up."""
-    rates, work = {}, deck.deal(4, 1)
-    for threads in range(1, len(os.sched_getaffinity(0)) + 1):
-        torch.set_num_threads(threads)
+def set_fastest(theirs: Theirs, deck: Deck, dtypes: Sequence[str]) -> None:
+    """Has the loop run in the dtype and with the number of torch's threads that are the fastest; also its warm-up."""
+    rates, work = {}, deck.deal(8, 1)
+    for way in product(dtypes, range(1, len(os.sched_getaffinity(0)) + 1)):
+        _run_by(theirs, *way)
         by_loop(theirs, work[:2])
-        rates[threads] = by_loop(theirs, work).rate
-    return max(rates, key=rates.__getitem__)
+        rates[way] = by_loop(theirs, work).rate
+    _run_by(theirs, *max(rates, key=rates.__getitem__))
+
+
+def _run_by(theirs: Theirs, dtype: str, threads: int) -> None:
+    theirs.dtype = getattr(torch, dtype)
+    theirs.model.to(theirs.dtype)
+    torch.set_num_threads(threads)
 
 
 def first_tokens(ask: Callable[[bytes, str], object], seed: int) -> Told:
@@ -127,7 +134,7 @@ def comparison(part: str, theirs: Theirs, client: Client, deck: Deck, options: a
     return Comparison(above, below, lambda told: told.rate)
 
 
-def report(name: str, found: Comparison, options: argparse.Namespace) -> None:
+def report(name: str, found: Comparison, theirs: Theirs, options: argparse.Namespace) -> None:
     below, above = zip(*found.turns)
     unit = "ms" if name.endswith("first_token") else "req_s"
     about: dict[str, Any] = {
@@ -137,8 +144,9 @@ def report(name: str, found: Comparison, options: argparse.Namespace) -> None:
     pairs = [pair for ours, loop in zip(above, below) for pair in zip(ours.answers, loop.answers, strict=True)]
     if pairs:
         about |= {"same": sum(a == b for a, b in pairs), "of": len(pairs), "concurrency": options.concurrency}
-    ratio, threads = found.ratio, torch.get_num_threads()
-    figures.emit(name, round(ratio.value, 3), "ratio", ci95=round(ratio.ci95, 3), threads=threads, **about)
+    ratio = found.ratio
+    about |= {"loop": f"{theirs.dtype}".removeprefix("torch."), "threads": torch.get_num_threads()}
+    figures.emit(name, round(ratio.value, 3), "ratio", ci95=round(ratio.ci95, 3), **about)
 
 
 def main() -> int:
@@ -147,15 +155,19 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=48, help="of a turn")
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--minutes", type=float, default=4, help="after which a part begins no other turn")
+    dtypes = ("float32", "bfloat16")
+    parser.add_argument(
+        "--loop", nargs="+", choices=dtypes, default=dtypes, help="dtypes, of which it takes the fastest"
+    )
     parser.add_argument("--set", nargs="*", default=[], metavar="STAGE.PARAMETER=VALUE", dest="settings")
     options = parser.parse_args()
     theirs, deck = Theirs(), Deck()
-    torch.set_num_threads(fastest_threads(theirs, deck))
+    set_fastest(theirs, deck, options.loop)
     setup = Setup(settings=dict(each.split("=", 1) for each in options.settings))
     with serve(setup) as server, Client(server.grpc) as client:
         by_server(client, options.concurrency, deck.deal(16, 1))  # its warm-up
         for part in options.parts:
             found = comparison(part, theirs, client, deck, options)
             compare({part: found}, 60 * options.minutes)
-            report(PARTS[part], found, options)
+            report(PARTS[part], found, theirs, options)
     return 0

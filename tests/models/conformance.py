@@ -50,7 +50,7 @@ from tessera.settings.stages import EngineConfig, VisionSettings
 from tessera.vision.encoder import VisionEncoder
 from tessera.vision.fp8_tower import serving_tower
 from tessera.vision.pictures import VisionItem
-from tessera.vision.torch_runner import GraphRunner
+from tessera.vision.torch_runner import GraphRunner, TorchRunner
 
 TOKENS = 8
 #: whose cache takes no time to fill with zeros
@@ -257,7 +257,7 @@ def check_memory(
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)
-    estimate = unfilled_tower(config).to(getattr(torch, dtype)).activation_bytes(len(pixels))
+    estimate = TorchRunner(tower).activation_bytes(len(pixels))
     assert peak <= estimate <= slack * peak
 
 

@@ -166,7 +166,8 @@ def test_disagreeing_tensors_are_refused(change, complaint):
         {"runner": "tensorflow"},
         {"runner": "graph"},  # which needs device cuda
         {"dtype": "int8"},
-        {"runner": "onnx", "dtype": "bfloat16"},
+        {"runner": "onnx", "device": "cuda"},
+        {"quantization": "int8", "dtype": "bfloat16"},
         {"infer_batch_size": 0},
         {"memory_bytes": -1},
         {"quantization": "int4"},

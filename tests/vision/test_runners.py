@@ -14,9 +14,11 @@ from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 from tiny_qwen2_vl_tower import config_of
 
 from tessera.errors import CheckpointError, ConfigError
+from tessera.kernels.tower_attention import MOST_QUERIES, attend
 from tessera.models.internvl.onnx_graph import vision_graph
 from tessera.models.registry import read_config
 from tessera.models.tower import load_tower, onnx_writer
+from tessera.settings import stages
 from tessera.settings.stages import VisionSettings
 from tessera.settings.user_cache import remove_unused, write_whole
 from tessera.vision import onnx_runner
@@ -68,6 +70,61 @@ def test_threads_take_tiles_of_their_own(checkpoint, monkeypatch):
     monkeypatch.setattr(onnx_runner, "_HELD_TWICE", 0)
     large = OnnxRunner(model, threads=2)
     assert large._single is large._shared and (large.at_once, runner.at_once) == (1, 4)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_torch_deals_tiles_out_among_threads(checkpoint, monkeypatch, count):
+    tower, pixels = load_tower(read_config(checkpoint), torch.bfloat16), tiles(count)
+    expected, seen = TorchRunner(tower).run(pixels), []
+    runner = TorchRunner(tower, threads=2)
+    forward = runner._forward
+    monkeypatch.setattr(torch, "set_num_threads", torch._C.set_num_threads)  # which tests are kept from
+    monkeypatch.setattr(
+        runner,
+        "_forward",
+        lambda part, wires: seen.append((len(part), torch.get_num_threads())) or forward(part, wires),
+    )
+    for _ in range(2):  # threads keep their numbers, whatever others set
+        seen.clear()
+        torch.testing.assert_close(runner.run(pixels), expected)
+        assert sorted(seen) == {1: [(1, 2)], 2: [(1, 1), (1, 1)], 5: [(2, 1), (3, 1)]}[count]
+    torch.set_num_threads(1)
+    assert runner.at_once == 4
+
+
+@pytest.mark.parametrize("tokens", [3, MOST_QUERIES, MOST_QUERIES + 5])
+def test_scores_that_are_written_out_are_those_of_attention(tokens):
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(3, 2, tokens, 2, 8, generator=generator).bfloat16()
+    torch.testing.assert_close(attend(*rows), attend(*rows.float()).bfloat16(), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("given", "native", "found"),
+    [
+        ({}, True, "float32"),
+        ({"dtype": "auto"}, False, "float32"),
+        ({"dtype": "auto"}, True, "bfloat16"),
+        ({"dtype": "auto", "quantization": "int8"}, True, "float32"),
+        ({"dtype": "auto", "device": "cuda", "runner": "graph"}, False, "bfloat16"),
+        ({"dtype": "float16"}, False, "float16"),
+    ],
+    ids=str,
+)
+def test_the_cpu_computes_in_bfloat16_where_it_can(given, native, found, checkpoint, monkeypatch):
+    monkeypatch.setattr(stages, "multiplies_bfloat16", lambda: native)
+    settings = VisionSettings(**given)
+    assert settings.forward_dtype == found
+    if settings.device == "cpu" and settings.quantization == "checkpoint":
+        runner = make_runner(read_config(checkpoint), settings)
+        assert isinstance(runner, OnnxRunner if found == "float32" else TorchRunner)
+        assert f"{runner.run(tiles(1)).dtype}" == f"torch.{found}"
+
+
+@pytest.mark.parametrize(("flags", "native"), [("fpu avx512f avx512_bf16", True), ("fpu avx512f bf16x", False)])
+def test_what_the_cpu_multiplies_is_read_from_its_flags(flags, native, monkeypatch):
+    monkeypatch.setattr(stages.Path, "read_text", lambda self: f"processor : 0\nflags : {flags}\n")
+    assert stages.multiplies_bfloat16.__wrapped__() == native
 
 
 def test_export_check_and_use(checkpoint, tmp_path, capsys):

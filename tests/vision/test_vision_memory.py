@@ -46,7 +46,7 @@ def test_a_reservation_waits_for_what_is_given_back():
 
 
 def test_a_checkpoint_loads_with_enough_and_not_with_less(config):
-    settings = VisionSettings(runner="torch", infer_batch_size=2, cache_bytes=1 << 20, memory_bytes=1 << 30)
+    settings = VisionSettings(runner="torch", infer_batch_size=2, threads=1, cache_bytes=1 << 20, memory_bytes=1 << 30)
     encoder = VisionEncoder.from_checkpoint(config, settings)
     side, rows = config.vision.image_size, config.vision.tokens_per_tile * config.text.hidden_size * 4
     held = encoder.runner.tower.weight_bytes + encoder.runner.activation_bytes(2) + 2 * side * side * 3 + (1 << 20)

@@ -91,7 +91,7 @@ def test_the_warm_up_has_rows_for_an_answer_before_execute_returns(stage):
 
 
 def test_a_batch_is_answered_one_by_one(stage):
-    model = stage(infer_batch_size=2)
+    model = stage(infer_batch_size=2, dtype="float32")
     ping = InferenceRequest([strings("PING", b"?")])
     first, prompt_alone, late, wrong, again, pong = answers(
         model, request(2), request(0), request(1, deadline=7), request(1, PIXELS=np.zeros((1, 9), np.uint8)),

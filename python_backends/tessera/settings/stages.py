@@ -4,6 +4,8 @@ how the vision stage runs. And what is none of theirs."""
 import os
 import re
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tessera.errors import ConfigError
@@ -15,6 +17,7 @@ VISION_QUANTIZATIONS, LANGUAGE_QUANTIZATIONS = (
     {name: each[stage] for name, each in QUANTIZATIONS.items()} for stage in range(2)
 )
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+_OF_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # flags of x86, features of ARM
 _NOT_DETERMINISTIC = "deterministic is on, and it does not hold {}: turn it off, or {}"
 
 
@@ -41,7 +44,7 @@ class EngineConfig:
     """
 
     device: str = "cpu"
-    dtype: str = setting("auto", cpu="float32", cuda="bfloat16", common=True, choices=DTYPES)
+    dtype: str = setting("auto", cuda="bfloat16", common=True, choices=DTYPES)
     block_size: int = setting(16, settable=False, least=1)
     max_batched_tokens: int = setting(8192, cpu=2048, least=1)
     max_sequences: int = setting(256, cpu=64, least=1)
@@ -123,20 +126,22 @@ class VisionSettings:
     these do not take. ``infer_batch_size``: what the pictures of one forward may cost (InternVL: tiles; Qwen2-VL:
     pictures of 616 x 616 pixels, however these are spread); a small tower in onnx takes twice that a thread.
     ``threads`` of a forward; 0 is one on a GPU, and on the CPU, where forwards are most of the work, one for each core,
-    up to eight. ``quantization``: fp8 has the tower's linear layers quantized when they are loaded
-    (vision/fp8_tower.py), and is refused where that changes the rows too much; checkpoint runs them in FP8 if they are
-    stored so. On the CPU a tower in FP8 gives the rows that a GPU would, through the torch runner: no onnx graph holds
-    it, and it is slower. int8 is the onnx runner's (models/internvl/onnx_graph.py), and refused alike.
-    ``cache_bytes``: for the rows of pictures seen before. ``memory_bytes``: all that the stage holds (vision/memory.py:
-    what that is); 0 bounds nothing. ``vision_url``: another server's address, whose vision stage is asked in place of
-    an own one (docs/remote_vision.md). ``tile_policy``: preprocess's, which says how large a picture may be that the
-    tower takes whole; None: the checkpoint's. ``deterministic``: the engine's; a forward then has one picture or tile.
+    up to eight. ``dtype``: auto is float32, which the onnx runner computes in, or bfloat16, through the torch runner,
+    where the CPU multiplies that and no quantization is asked for. ``quantization``: fp8 has the tower's linear layers
+    quantized when they are loaded (vision/fp8_tower.py), and is refused where that changes the rows too much;
+    checkpoint runs them in FP8 if they are stored so. On the CPU a tower in FP8 gives the rows that a GPU would,
+    through the torch runner: no onnx graph holds it, and it is slower. int8 is the onnx runner's
+    (models/internvl/onnx_graph.py), and refused alike. ``cache_bytes``: for the rows of pictures seen before.
+    ``memory_bytes``: all that the stage holds (vision/memory.py: what that is); 0 bounds nothing. ``vision_url``:
+    another server's address, whose vision stage is asked in place of an own one (docs/remote_vision.md).
+    ``tile_policy``: preprocess's, which says how large a picture may be that the tower takes whole; None: the
+    checkpoint's. ``deterministic``: the engine's; a forward then has one picture or tile.
     """
 
     runner: str = setting("onnx", cuda="graph", settable=False, choices=("onnx", "torch", "graph"))
     infer_batch_size: int = setting(4, cuda=16, name="visual_infer_batch_size", least=1)
     threads: int = setting(0, common=True, least=0)
-    dtype: str = setting("float32", cuda="bfloat16", common=True, choices=("float32", "bfloat16", "float16"))
+    dtype: str = setting("float32", cpu="auto", cuda="bfloat16", common=True, choices=DTYPES)
     quantization: str = setting("checkpoint", common=True, choices=VISION_QUANTIZATIONS)
     device: str = "cpu"
     random_weights: bool = setting(False, name="weights", common=True, choices={"checkpoint": False, "random": True})
@@ -155,9 +160,9 @@ class VisionSettings:
         if self.deterministic and self.gpu_pixels:
             told = _NOT_DETERMINISTIC.format("where pictures are decoded on the GPU", "leave gpu_pixels out")
             raise ConfigError(f"vision_encoder: {told}")
-        if self.runner == "onnx" and (self.dtype, self.device) != ("float32", "cpu"):
-            raise ConfigError("the onnx runner computes in float32 on the CPU; for anything else use graph or torch")
-        if self.quantization == "int8" and self.runner != "onnx":
+        if self.runner == "onnx" and self.device != "cpu":
+            raise ConfigError("the onnx runner computes on the CPU; for anything else use graph or torch")
+        if self.quantization == "int8" and (self.runner, self.forward_dtype) != ("onnx", "float32"):
             raise ConfigError("quantization int8-vision is the CPU's, and the onnx runner's; on a GPU take fp8-vision")
         if self.runner == "graph" and not self.device.startswith("cuda"):
             raise ConfigError(f"the graph runner records CUDA graphs; it needs device cuda, not {self.device!r}")
@@ -167,6 +172,23 @@ class VisionSettings:
     @property
     def forward_threads(self) -> int:
         return self.threads or (min(8, len(os.sched_getaffinity(0))) if self.device == "cpu" else 1)
+
+    @property
+    def forward_dtype(self) -> str:
+        if self.dtype != "auto":
+            return self.dtype
+        plain = self.device == "cpu" and (self.quantization != "checkpoint" or not multiplies_bfloat16())
+        return "float32" if plain else "bfloat16"
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether this machine's CPU says that it has instructions for it (Zen 4, Xeons since the fourth generation)."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:  # not Linux
+        return False
+    return not _OF_BFLOAT16.isdisjoint(text.split())
 
 
 PREPROCESS, VISION, LANGUAGE = "preprocess", "vision_encoder", "language_model"

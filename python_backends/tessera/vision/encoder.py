@@ -116,7 +116,7 @@ class VisionEncoder:
         except InvalidRequest as error:
             raise ConfigError(f"vision_encoder: {error}") from None
         largest = max(batch, largest_picture)
-        (rows, hidden), dtype = tower.row_shape, getattr(torch, settings.dtype)
+        (rows, hidden), dtype = tower.row_shape, getattr(torch, settings.forward_dtype)
         budget = RowBudget.beside(
             {
                 "weights": kept,
@@ -139,7 +139,7 @@ class VisionEncoder:
             DeviceStreams(device),
             budget,
             GpuDecoder(device) if settings.gpu_pixels else None,
-            ("fp8" if in_fp8(tower) else "int8" if settings.quantization == "int8" else settings.dtype, kept),
+            ("fp8" if in_fp8(tower) else "int8" if settings.quantization == "int8" else settings.forward_dtype, kept),
             largest_picture,
             alone=settings.deterministic and device == "cpu",
         )

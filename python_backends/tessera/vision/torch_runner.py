@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,6 +24,7 @@ from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError
 from tessera.kernels.fixed_rows import FixedRows
 from tessera.kernels.graphs import GraphPool
+from tessera.kernels.tower_attention import writes_scores
 from tessera.kernels.transfer import to_device, uploadable
 from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_milliseconds
 from tessera.models.tower import Forward, Tower, Wires
@@ -31,18 +33,30 @@ from tessera.vision.fp8_tower import serving_tower
 
 
 class TorchRunner:
-    """Runs the tower in the dtype and on the device its weights have, by ``forward`` or the tower's own."""
+    """Runs the tower in the dtype and on the device its weights have, by ``forward`` or the tower's own.
 
-    beside, at_once = 0, 1
+    On the CPU units of cost that are independent are dealt out among the ``threads``, if each can have one: then no
+    thread waits for the others within an operation.
+    """
+
+    beside = 0
 
     def __init__(
-        self, tower: Tower, forward: Forward | None = None, products: AbstractContextManager[Any] | None = None
+        self,
+        tower: Tower,
+        forward: Forward | None = None,
+        products: AbstractContextManager[Any] | None = None,
+        threads: int = 1,
     ) -> None:
         """``products``: what is entered while it runs."""
         self.tower = tower
         self._products = products or nullcontext()
         self._forward: Forward = forward or tower
-        self.device = next(tower.parameters()).device
+        self._weight = next(tower.parameters())
+        self.device = self._weight.device
+        self._threads = threads if self.device.type == "cpu" and tower.splits else 1
+        self._pool = ThreadPoolExecutor(self._threads, initializer=_alone)
+        self.at_once = 2 * self._threads if self._threads > 1 else 1  # they wait for the last of them
 
     @classmethod
     def from_checkpoint(cls, config: CheckpointConfig, settings: VisionSettings) -> TorchRunner:
@@ -51,7 +65,7 @@ class TorchRunner:
         torch.set_num_threads(settings.forward_threads)
         tower = serving_tower(config, settings)
         if settings.runner != "graph":
-            return cls(tower)
+            return cls(tower, threads=settings.forward_threads)
         fixed = FixedRows()
         with fixed.learning() if settings.deterministic else nullcontext():
             largest = settings.infer_batch_size * tower.batch_unit
@@ -59,12 +73,26 @@ class TorchRunner:
         return cls(tower, forward, fixed if settings.deterministic else None)
 
     def activation_bytes(self, cost: int) -> int:
-        return self.tower.activation_bytes(cost)
+        return self.tower.activation_bytes(cost, writes_scores(self._weight))
+
+    def run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
+        if len(pixels) < self._threads:
+            torch.set_num_threads(self._threads)  # this thread's: the pool's have theirs
+            return self._run(pixels, wires)
+        if self._threads == 1:
+            return self._run(pixels, wires)
+        return torch.cat([*self._pool.map(self._run, torch.as_tensor(pixels).chunk(self._threads))])
 
     @torch.inference_mode()
-    def run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
+    def _run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
         with self._products:
             return self._forward(to_device(pixels, self.device), wires)
+
+
+def _alone() -> None:
+    """Has this thread of the CPU compute by itself."""
+    torch.set_num_threads(1)
+    torch.get_num_threads()  # torch settles a thread's number when it is first asked for, by what was set last anywhere
 
 
 def _graph_bytes(tower: Tower, largest: int, settings: VisionSettings) -> float:
