@@ -74,10 +74,11 @@ class StaticPieces:
         _, tiles, (rows, counts, contexts), blocks = self._parts(flat, tokens)
         return _Plan(None, _Pieces(self._plan, rows, counts, contexts, blocks.T, tiles.int()))
 
-    def last(self, flat: torch.Tensor, tokens: int) -> tuple[torch.Tensor, _Plan]:
-        """The queries that tokens are chosen from: their rows, int64 [m], and the plan for them. Where there are fewer,
-        the others are dummies with row 0."""
-        (rows, contexts, pieces), _, _, blocks = self._parts(flat, tokens)
+    def last(self, flat: torch.Tensor, tokens: int, most: int) -> tuple[torch.Tensor, _Plan]:
+        """The queries that tokens are chosen from, up to ``most``: their rows, int64 [m], and the plan for them. Where
+        there are fewer, the others are dummies with row 0."""
+        queries, _, _, blocks = self._parts(flat, tokens)
+        rows, contexts, pieces = queries[:, :most]
         return rows, self._backend.captured_plan(contexts, blocks.index_select(0, pieces).T)
 
     def fill(self, flat: np.ndarray, tokens: int, table: SpanTable, queries: LastQueries) -> int:

@@ -140,7 +140,8 @@ class ModelRunner:
                 given = most_blocks, self._last_sampled, self._histories
                 self._graphs = DecodeGraphs(self._model, self._attention, batch_sizes, *given)
             if token_counts:
-                limits = self._max_sequences, len(self._last_sampled), most_blocks, self._last_sampled
+                row_counts = [*range(self._max_sequences, len(self._last_sampled) + 1, self._max_sequences)]
+                limits = self._max_sequences, row_counts, most_blocks, self._last_sampled
                 self._prompt_graphs = PromptGraphs(self._model, self._attention, token_counts, *limits)
 
     def cache_salt(self, prompt_length: int) -> int:

@@ -13,6 +13,7 @@ rows are put in beforehand, and the choice runs as usual, or under penalties as 
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -193,7 +194,11 @@ _MOST_PRODUCTS = 17e12  # multiplications of a step; from there on the GPU takes
 
 class PromptGraphs(_StepGraphs):
     """Steps of up to ``max(sizes)`` tokens of ``most_sequences``, which hold at most ``most_blocks`` each, and that
-    choose ``most_rows`` tokens; recorded as this is made."""
+    choose up to ``max(row_counts)`` tokens; recorded as this is made.
+
+    For each of ``row_counts`` there are graphs of their own, for in a graph the last layer runs for as many rows as may
+    be chosen from.
+    """
 
     def __init__(
         self,
@@ -201,7 +206,7 @@ class PromptGraphs(_StepGraphs):
         attention: AttentionBackend,
         sizes: list[int],
         most_sequences: int,
-        most_rows: int,
+        row_counts: list[int],
         most_blocks: int,
         last_sampled: torch.Tensor,
     ) -> None:
@@ -209,24 +214,31 @@ class PromptGraphs(_StepGraphs):
         from tessera.attention.triton_backend import StaticPieces, TritonBackend
 
         assert isinstance(attention, TritonBackend)
-        most = max(sizes)
+        most, most_rows = max(sizes), max(row_counts)
+        self._sizes = sorted(sizes)
         self._most_blocks = min(most_blocks, -(-_MOST_CONTEXT // attention.storage.block_size))
         self._most_sequences, self._most_rows = most_sequences, most_rows
         self._pieces = StaticPieces(attention, most_sequences, most_rows, self._most_blocks)
         super().__init__(model, attention, most, self._pieces.size(most), min(most, most_rows), last_sampled)
         self._x = self._hidden.new_zeros((most, model.config.row_size))
-        self._graphs = GraphPool("prompt graphs", sizes, self._run, self._device)
-        self._graphs.record(self._fill_with_dummies)
+        self._graphs: dict[int, GraphPool] = {}
+        counts, beside = sorted(row_counts), None
+        for rows, fewer in reversed([*zip(counts, [0, *counts])]):
+            if held := [size for size in sizes if size > fewer]:  # no step chooses more tokens than it has
+                what = f"prompt graphs of {rows} tokens to choose"
+                beside = GraphPool(what, held, partial(self._run, rows), self._device, beside=beside)
+                beside.record(self._fill_with_dummies)
+                self._graphs[rows] = beside
 
     def fits(self, packed: PackedBatch) -> bool:
         """Whether a step has a graph."""
         sequences, most = packed.table.blocks.shape
         fits = sequences <= self._most_sequences and len(packed.last.row) <= self._most_rows
-        return fits and len(packed.ids) <= self._graphs.sizes[-1] and most <= self._most_blocks
+        return fits and len(packed.ids) <= self._sizes[-1] and most <= self._most_blocks
 
     def put(self, packed: PackedBatch, pictures: Pictures | None) -> int:
         """Puts a step that fits into the static inputs, with its pictures; the size of its graph."""
-        size = self._graphs.size_for(len(packed.ids))
+        size = next(size for size in self._sizes if size >= len(packed.ids))
         lines, behind = self._put_lines(packed, size)
         if pictures is not None:
             lines[_SOURCE, pictures.places] = _PICTURE
@@ -237,15 +249,15 @@ class PromptGraphs(_StepGraphs):
     def run(self, size: int, rows: int) -> torch.Tensor:
         """Runs what was :meth:`put` last -> normalised hidden rows of the queries that its ``rows`` tokens are chosen
         from, [rows, hidden], a view that the next step overwrites."""
-        self._graphs.replay(size)
+        self._graphs[min(most for most in self._graphs if most >= rows)].replay(size)
         return self._hidden[:rows]
 
-    def _run(self, size: int) -> None:
+    def _run(self, most_rows: int, size: int) -> None:
         """From static memory into static memory."""
         lines = self._view(size)
         pieces = self._inputs[lines.numel() :]
         step = self._step(lines, self._pieces.plan(pieces, size))
-        rows, plan = self._pieces.last(pieces, size)
+        rows, plan = self._pieces.last(pieces, size, most_rows)
         x = self._model.embedding(self._tokens(lines))
         x = torch.where((lines[_SOURCE] == _PICTURE)[:, None], self._x[:size], x)
         hidden = self._model.forward_layers(x, self._attention, step, replace(step, rows=rows, plan=plan))
