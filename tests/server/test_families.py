@@ -13,6 +13,7 @@ from toy_servers import REPOSITORY, Launched
 from tessera_client import Client
 
 TOKENS = 8
+AS_THEIRS = ("--set", "dtype=float32")
 IN_PARTS = ("--set", "language_model.max_batched_tokens=16", "--set", "language_model.max_sequences=8")
 #: of chats the turns, a user's first; a number is a picture's
 CHATS: tuple[tuple[list[str | int], ...], ...] = (
@@ -28,7 +29,7 @@ def test_answers_about_some_pictures_are_those_of_transformers(tmp_path: Path, f
     folder, tiny = tmp_path / "checkpoint", NEW[family]
     model, theirs, pictures = tiny.write(folder), tiny.processor(folder), [picture(*size, 1) for size in tiny.pictures]
     with (
-        Launched(REPOSITORY, tmp_path / "log", "--checkpoint", str(folder), *IN_PARTS) as running,
+        Launched(REPOSITORY, tmp_path / "log", "--checkpoint", str(folder), *AS_THEIRS, *IN_PARTS) as running,
         Client(running.url("grpc")) as client,
     ):
         answers = set()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from toy_servers import REPOSITORY, Launched, command_line, descendants, wait_until
 
+from tessera.settings.stages import VisionSettings
 from tessera_client import Answer, Client, Models, Retry, TesseraClientError
 
 pytestmark = [pytest.mark.server, pytest.mark.faults]
@@ -71,7 +72,7 @@ def test_a_killed_stage_is_heard_of_and_comes_back(service: Launched) -> None:
     before = service.health()
     assert before["state"] == "ready" and len(before["stages"]) == 8
     kinds = {stage: words.partition(",")[0] for stage, words in before["weights"].items()}
-    assert kinds == {"language_model": "float32", "vision_encoder": "float32"}
+    assert kinds == {"language_model": "float32", "vision_encoder": VisionSettings(dtype="auto").forward_dtype}
     with ThreadPoolExecutor(32) as pool:
         asked, started = crowd(service, pool)
         for _ in range(24):

@@ -50,7 +50,7 @@ def test_settings_come_from_the_config_and_yield_to_the_environment(tmp_path, mo
         read = stage.read(VisionSettings)
         assert (read.threads, read.infer_batch_size, read.device) == (threads, size, "cpu")
         assert stage.checkpoint == tmp_path / folder
-    assert (read := settings(tmp_path, {}).read(VisionSettings)) == VisionSettings()
+    assert (read := settings(tmp_path, {}).read(VisionSettings)) == VisionSettings(dtype="auto")
     assert read.forward_threads == min(8, len(os.sched_getaffinity(0)))
     monkeypatch.setattr(StageSettings, "_division", None)
     read = settings(tmp_path, {"TESSERA_DEVICE": "cuda"}).read(VisionSettings)
