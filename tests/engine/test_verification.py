@@ -253,6 +253,29 @@ def test_what_a_form_leaves_no_choice_about_takes_no_steps(asked):
     assert engine.metrics.steps < 0.6 * plain.metrics.steps
 
 
+@pytest.mark.parametrize(
+    ("asked", "stops", "drafts", "at_once"),
+    [
+        ({}, (EOS,), 15, True),
+        (dict(max_tokens=4), (EOS,), 15, True),
+        (dict(min_tokens=20), (EOS,), 15, True),
+        (dict(temperature=1.4, seed=2, **PENALTIES), (EOS,), 15, True),
+        (dict(stop=["don"]), (EOS,), 15, True),
+        (dict(logprobs=0), (EOS,), 15, False),  # the model says how likely each token was
+        ({}, (EOS, 3), 15, False),  # and which of them ends the answer
+        ({}, (EOS,), 5, False),  # of what must come this many tokens and one are known
+        ({}, (EOS,), 0, False),
+    ],
+    ids=str,
+)
+def test_what_is_left_of_an_answer_takes_no_step_where_there_is_no_choice(asked, stops, drafts, at_once):
+    wishes = dict(regex="(alpha|gamma)done", max_tokens=40, ignore_eos=False) | asked
+    expected = served(tiny_engine(MODEL, eos=stops), made(**wishes))
+    engine = tiny_engine(MODEL, eos=stops, drafts=drafts)
+    same(served(engine, made(**wishes)), expected)
+    assert (engine.metrics.steps == engine.metrics.prefill_steps) == at_once
+
+
 class Pairs(ByteTokenizer):
     """Some pairs of bytes are tokens too, in which the tokenizer writes them."""
 

@@ -98,7 +98,7 @@ class Matcher:
         self._mask: np.ndarray | None
         self._mask, self.error = self._compute(matcher, matcher.compute_bitmask)
         self.forced: list[int] = []
-        self._unread: list[int] = []  # of these, what llguidance has yet to take
+        self.rest: list[int] = []
         self._ahead = 0
         self._drafted: list[np.ndarray] = []  # masks behind each token of a draft that is not forced
 
@@ -176,7 +176,8 @@ class Matcher:
 
     def look_ahead(self, most: int) -> None:
         """From now on ``forced`` are the tokens that must come next, as the tokenizer writes them, as far as there is
-        no choice: this many and one at most."""
+        no choice: this many and one at most. Where nothing may follow these but one stop token, ``rest`` are they and
+        it."""
         self._ahead = most + 1
         self._follow((), self._look_ahead)
 
@@ -209,7 +210,7 @@ class Matcher:
         """``go_on`` runs once nothing is forced any more."""
         try:
             known = min(len(tokens), len(self.forced))
-            self.forced = self.forced[known:]
+            self.forced, self.rest = self.forced[known:], []
             self._consume(tokens[known:])
             if not self.forced:
                 go_on()
@@ -222,10 +223,9 @@ class Matcher:
         finally:
             self._grammar.elsewhere -= 1
 
-    def _consume(self, tokens: SequenceType[int] = ()) -> None:
-        unread, self._unread = [*self._unread, *tokens], []
-        if unread:
-            self._matcher.consume_tokens(unread)
+    def _consume(self, tokens: SequenceType[int]) -> None:
+        if tokens:
+            self._matcher.consume_tokens([*tokens])
             self._mask = None
 
     def _look_ahead(self) -> None:
@@ -235,12 +235,12 @@ class Matcher:
             if not self._stops.isdisjoint(forced):
                 forced = list(takewhile(lambda token: token not in self._stops, forced))
             self.forced = forced
-            if forced:  # taken with the mask behind them
-                self._unread, self._mask = forced, None
+            self._consume(forced)
+            if len(self._stops) == 1 and self._matcher.is_stopped() and self._matcher.is_accepting():
+                self.rest = [*forced, self._end]
 
     def _make(self, compute: Callable[[], _Bits]) -> None:
         try:
-            self._consume()
             self._mask, self.error = self._compute(self._matcher, compute)
         except Exception:
             self._mask = self._ends

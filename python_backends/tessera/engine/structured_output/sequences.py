@@ -91,7 +91,19 @@ class ConstrainedSequence(Sequence):
         self._matcher.advance(*tokens)
         if (failure := self.failure) is not None:
             self.finish_reason, self.error = "error", failure
-        return taken
+            return taken
+        return taken + self._take_rest()
+
+    def _take_rest(self) -> list[SampledToken]:
+        """What is left of the answer, without a step, where there is no choice and nobody asks how likely it is."""
+        asked, rest = self.request.sampling, list[SampledToken]()
+        if self.ends and asked.logprobs is None and not self.request.margin:
+            for token in self._matcher.rest:
+                if not self.finished:
+                    self._make_places()
+                    self._accept(token, None)
+                    rest.append((token, None))
+        return rest
 
     def _accept(self, token: int, report: Report | None) -> bool:
         taken = super()._accept(token, report)
