@@ -72,7 +72,10 @@ def test_a_killed_stage_is_heard_of_and_comes_back(service: Launched) -> None:
     before = service.health()
     assert before["state"] == "ready" and len(before["stages"]) == 8
     kinds = {stage: words.partition(",")[0] for stage, words in before["weights"].items()}
-    assert kinds == {"language_model": "float32", "vision_encoder": VisionSettings(dtype="auto").forward_dtype}
+    assert kinds == {
+        "language_model": "float32",
+        "vision_encoder": VisionSettings(dtype="auto").in_dtype(tiles=True).dtype,
+    }
     with ThreadPoolExecutor(32) as pool:
         asked, started = crowd(service, pool)
         for _ in range(24):

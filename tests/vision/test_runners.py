@@ -14,7 +14,8 @@ from tiny_checkpoints import Shape, as_internvl_chat, hf_native
 from tiny_qwen2_vl_tower import config_of
 
 from tessera.errors import CheckpointError, ConfigError
-from tessera.kernels.tower_attention import MOST_QUERIES, attend
+from tessera.kernels import tower_attention
+from tessera.kernels.tower_attention import attend
 from tessera.models.internvl.onnx_graph import vision_graph
 from tessera.models.registry import read_config
 from tessera.models.tower import load_tower, onnx_writer
@@ -22,6 +23,7 @@ from tessera.settings import stages
 from tessera.settings.stages import VisionSettings
 from tessera.settings.user_cache import remove_unused, write_whole
 from tessera.vision import onnx_runner
+from tessera.vision.encoder import VisionEncoder
 from tessera.vision.onnx_runner import OnnxRunner, graph_path
 from tessera.vision.runner import make_runner
 from tessera.vision.torch_runner import TorchRunner
@@ -35,6 +37,9 @@ SHAPES = {
     **{name: dict(hidden_act=name) for name in ("gelu_pytorch_tanh", "quick_gelu", "relu", "silu")},
     "pixels shuffled as in v1": dict(text="llama"),
 }
+
+
+TILE = np.zeros((1, 56, 56, 3), np.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -92,33 +97,35 @@ def test_torch_deals_tiles_out_among_threads(checkpoint, monkeypatch, count):
     assert runner.at_once == 4
 
 
-@pytest.mark.parametrize("tokens", [3, MOST_QUERIES, MOST_QUERIES + 5])
-def test_scores_that_are_written_out_are_those_of_attention(tokens):
+@pytest.mark.parametrize(("tokens", "most"), [(3, 1 << 21), (40, 40 * 40 * 3), (40, 1)])
+def test_scores_that_are_written_out_are_those_of_attention(tokens, most, monkeypatch):
+    monkeypatch.setattr(tower_attention, "MOST_SCORES", most)  # of all heads, of three of the four, of none
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(3, 2, tokens, 2, 8, generator=generator).bfloat16()
     torch.testing.assert_close(attend(*rows), attend(*rows.float()).bfloat16(), atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize(
-    ("given", "native", "found"),
+    ("given", "native", "tiles", "found"),
     [
-        ({}, True, "float32"),
-        ({"dtype": "auto"}, False, "float32"),
-        ({"dtype": "auto"}, True, "bfloat16"),
-        ({"dtype": "auto", "quantization": "int8"}, True, "float32"),
-        ({"dtype": "auto", "device": "cuda", "runner": "graph"}, False, "bfloat16"),
-        ({"dtype": "float16"}, False, "float16"),
+        ({}, True, True, "float32"),
+        ({"dtype": "auto"}, False, True, "float32"),
+        ({"dtype": "auto"}, True, True, "bfloat16"),
+        ({"dtype": "auto"}, True, False, "float32"),
+        ({"dtype": "auto", "quantization": "int8"}, True, True, "float32"),
+        ({"dtype": "auto", "device": "cuda", "runner": "graph"}, False, False, "bfloat16"),
+        ({"dtype": "float16"}, False, True, "float16"),
     ],
     ids=str,
 )
-def test_the_cpu_computes_in_bfloat16_where_it_can(given, native, found, checkpoint, monkeypatch):
+def test_the_cpu_computes_tiles_in_bfloat16_where_it_can(given, native, tiles, found, checkpoint, monkeypatch):
     monkeypatch.setattr(stages, "multiplies_bfloat16", lambda: native)
     settings = VisionSettings(**given)
-    assert settings.forward_dtype == found
-    if settings.device == "cpu" and settings.quantization == "checkpoint":
-        runner = make_runner(read_config(checkpoint), settings)
+    assert settings.in_dtype(tiles).dtype == found
+    if tiles and settings.quantization == "checkpoint":
+        runner = VisionEncoder.from_checkpoint(checkpoint, settings).runner
         assert isinstance(runner, OnnxRunner if found == "float32" else TorchRunner)
-        assert f"{runner.run(tiles(1)).dtype}" == f"torch.{found}"
+        assert f"{runner.run(TILE).dtype}" == f"torch.{found}"
 
 
 @pytest.mark.parametrize(("flags", "native"), [("fpu avx512f avx512_bf16", True), ("fpu avx512f bf16x", False)])

@@ -28,8 +28,8 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 CLASS_APART = "class apart"
-#: whose scores are in memory together where they are written out
-MOST_QUERIES = 512
+#: that are written out together, on a CPU, 8 MiB; of pictures with more a head torch's kernel takes less time
+MOST_SCORES = 1 << 21
 #: query, key, value -> rows
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 #: How many patches each picture has, and their device -> attention of pictures that lie one after the other: every
@@ -69,7 +69,7 @@ def attend(
     [tiles, tokens, heads * head size], contiguous. RuntimeError when the backend asked for cannot do it.
     """
     query, key, value = (rows.transpose(1, 2) for rows in (query, key, value))
-    if writes_scores(query):
+    if query.is_cpu and query.dtype == torch.bfloat16 and query.shape[2] ** 2 <= MOST_SCORES:
         rows = _written_out(query, key, value)
     else:
         with nullcontext() if backend is None else sdpa_kernel(backend):
@@ -78,17 +78,13 @@ def attend(
     return rows.transpose(1, 2).flatten(2)
 
 
-def writes_scores(values: torch.Tensor) -> bool:
-    """Whether :func:`attend` has the scores of such values in memory, of up to MOST_QUERIES a tile at a time."""
-    return values.is_cpu and values.dtype == torch.bfloat16
-
-
 def _written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Some queries after others, each [tiles, heads, tokens, head size] of bfloat16: two products and a softmax take a
-    CPU half the time of torch's own kernel, which does not multiply bfloat16 on all that can."""
-    keys = key.transpose(2, 3)
-    parts = query.mul(query.shape[-1] ** -0.5).split(MOST_QUERIES, dim=2)
-    return torch.cat([torch.matmul(part, keys).softmax(-1).matmul(value) for part in parts], dim=2)
+    """Two products and a softmax, of as many heads at a time as have MOST_SCORES; each [tiles, heads, tokens, head
+    size]. torch's own kernel for CPUs does not multiply bfloat16 on all that can, and takes up to twice as long."""
+    scaled, keys = query.flatten(0, 1) * query.shape[3] ** -0.5, key.flatten(0, 1).mT
+    parts = (each.split(MOST_SCORES // query.shape[2] ** 2) for each in (scaled, keys, value.flatten(0, 1)))
+    done = [q.matmul(k).softmax(-1).matmul(v) for q, k, v in zip(*parts)]
+    return torch.cat(done).unflatten(0, query.shape[:2])
 
 
 def attend_within(lengths: Sequence[int], device: torch.device, backend: SDPBackend | None = None) -> Attend:

@@ -155,7 +155,8 @@ def _tower(config: CheckpointConfig, settings: VisionSettings) -> Found:
         tower.fp8_linears()
     if settings.quantization == "int8":
         onnx_writer(config)
-    size = sum(parameter.numel() for parameter in tower.parameters()) * getattr(torch, settings.forward_dtype).itemsize
+    dtype = getattr(torch, settings.in_dtype(tower.splits).dtype)
+    size = sum(parameter.numel() for parameter in tower.parameters()) * dtype.itemsize
     return Found(f"vision tower {type(tower).__name__}{_weights(settings.random_weights)}", size)
 
 

@@ -58,7 +58,10 @@ class Tower(torch.nn.Module):
         return sum(weight.nbytes for weight in (*self.parameters(), *self.buffers()))
 
     def activation_bytes(self, cost: int, scores: bool = False) -> int:
-        """The most memory that a forward takes at a time, its rows included; ``scores``: attention writes its own."""
+        """The most memory that a forward takes at a time, its rows included; ``scores``: attention writes its own.
+
+        Those in bfloat16 on a CPU, 8 MiB a thread, are not counted.
+        """
         raise NotImplementedError
 
     def tuned(self, cost: int, choices: MeasuredChoices | None, graph_bytes: float = math.inf) -> Forward:

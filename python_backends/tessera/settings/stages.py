@@ -3,7 +3,7 @@ how the vision stage runs. And what is none of theirs."""
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -122,20 +122,20 @@ class PreprocessSettings(Limits):
 class VisionSettings:
     """The deployment's choices.
 
-    ``runner``: onnx on the CPU, graph (CUDA graphs) on a GPU, torch as the readable twin of both and for towers that
-    these do not take. ``infer_batch_size``: what the pictures of one forward may cost (InternVL: tiles; Qwen2-VL:
-    pictures of 616 x 616 pixels, however these are spread); a small tower in onnx takes twice that a thread.
-    ``threads`` of a forward; 0 is one on a GPU, and on the CPU, where forwards are most of the work, one for each core,
-    up to eight. ``dtype``: auto is float32, which the onnx runner computes in, or bfloat16, through the torch runner,
-    where the CPU multiplies that and no quantization is asked for. ``quantization``: fp8 has the tower's linear layers
-    quantized when they are loaded (vision/fp8_tower.py), and is refused where that changes the rows too much;
-    checkpoint runs them in FP8 if they are stored so. On the CPU a tower in FP8 gives the rows that a GPU would,
-    through the torch runner: no onnx graph holds it, and it is slower. int8 is the onnx runner's
-    (models/internvl/onnx_graph.py), and refused alike. ``cache_bytes``: for the rows of pictures seen before.
-    ``memory_bytes``: all that the stage holds (vision/memory.py: what that is); 0 bounds nothing. ``vision_url``:
-    another server's address, whose vision stage is asked in place of an own one (docs/remote_vision.md).
-    ``tile_policy``: preprocess's, which says how large a picture may be that the tower takes whole; None: the
-    checkpoint's. ``deterministic``: the engine's; a forward then has one picture or tile.
+    ``runner``: onnx on the CPU, graph (CUDA graphs) on a GPU, torch as the readable twin of both and for towers and
+    dtypes that these do not take. ``infer_batch_size``: what the pictures of one forward may cost (InternVL: tiles;
+    Qwen2-VL: pictures of 616 x 616 pixels, however these are spread); on the CPU tiles come twice that a thread, but
+    for a large tower in onnx. ``threads`` of a forward; 0 is one on a GPU, and on the CPU, where forwards are most of
+    the work, one for each core, up to eight. ``dtype``: auto is bfloat16, through the torch runner, for tiles on a CPU
+    that multiplies it, where no quantization is asked for, else float32, which the onnx runner computes in.
+    ``quantization``: fp8 has the tower's linear layers quantized when they are loaded (vision/fp8_tower.py), and is
+    refused where that changes the rows too much; checkpoint runs them in FP8 if they are stored so. On the CPU a tower
+    in FP8 gives the rows that a GPU would, through the torch runner: no onnx graph holds it, and it is slower. int8 is
+    the onnx runner's (models/internvl/onnx_graph.py), and refused alike. ``cache_bytes``: for the rows of pictures seen
+    before. ``memory_bytes``: all that the stage holds (vision/memory.py: what that is); 0 bounds nothing.
+    ``vision_url``: another server's address, whose vision stage is asked in place of an own one
+    (docs/remote_vision.md). ``tile_policy``: preprocess's, which says how large a picture may be that the tower takes
+    whole; None: the checkpoint's. ``deterministic``: the engine's; a forward then has one picture or tile.
     """
 
     runner: str = setting("onnx", cuda="graph", settable=False, choices=("onnx", "torch", "graph"))
@@ -162,7 +162,7 @@ class VisionSettings:
             raise ConfigError(f"vision_encoder: {told}")
         if self.runner == "onnx" and self.device != "cpu":
             raise ConfigError("the onnx runner computes on the CPU; for anything else use graph or torch")
-        if self.quantization == "int8" and (self.runner, self.forward_dtype) != ("onnx", "float32"):
+        if self.quantization == "int8" and (self.runner != "onnx" or self.dtype not in ("auto", "float32")):
             raise ConfigError("quantization int8-vision is the CPU's, and the onnx runner's; on a GPU take fp8-vision")
         if self.runner == "graph" and not self.device.startswith("cuda"):
             raise ConfigError(f"the graph runner records CUDA graphs; it needs device cuda, not {self.device!r}")
@@ -173,12 +173,12 @@ class VisionSettings:
     def forward_threads(self) -> int:
         return self.threads or (min(8, len(os.sched_getaffinity(0))) if self.device == "cpu" else 1)
 
-    @property
-    def forward_dtype(self) -> str:
+    def in_dtype(self, tiles: bool) -> "VisionSettings":
+        """With another dtype in place of auto; ``tiles``: whether it is tiles that the tower takes."""
         if self.dtype != "auto":
-            return self.dtype
-        plain = self.device == "cpu" and (self.quantization != "checkpoint" or not multiplies_bfloat16())
-        return "float32" if plain else "bfloat16"
+            return self
+        native = self.device != "cpu" or (tiles and self.quantization == "checkpoint" and multiplies_bfloat16())
+        return replace(self, dtype="bfloat16" if native else "float32")
 
 
 @cache

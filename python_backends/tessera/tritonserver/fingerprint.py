@@ -53,7 +53,7 @@ def _machine(settings: StageSettings, config: EngineConfig) -> Iterable[str]:
     for stage, kind in STAGES.items():
         read: Any = schema.read(kind, settings.sources_of(stage), config.device, report=shown.add)
         if isinstance(read, VisionSettings):
-            yield f"threads of a forward: {read.forward_threads}, in {read.forward_dtype}"
+            yield f"threads of a forward: {read.forward_threads}, of tiles in {read.in_dtype(tiles=True).dtype}"
     yield from sorted(f"{name}={value}" for name, value, _ in shown if name.split(".")[-1] not in _WITHOUT_EFFECT)
     yield repr(settings.policy)
 

@@ -25,6 +25,7 @@ from tessera.errors import ConfigError, InvalidRequest
 from tessera.kernels.tower_attention import leaving_room
 from tessera.models.family import ModelFamily
 from tessera.models.registry import family_for, read_config
+from tessera.models.tower import tower_class
 from tessera.settings.stages import VisionSettings
 from tessera.vision.fp8_tower import in_fp8
 from tessera.vision.memory import COPIES_OF_ROWS, DeviceStreams, EmbeddingCache, LaunchedWork, RowBudget
@@ -106,8 +107,8 @@ class VisionEncoder:
 
         Raises CheckpointError or ConfigError saying what does not fit, the settings' memory included.
         """
-        settings = settings or VisionSettings()
         config = folder if isinstance(folder, CheckpointConfig) else read_config(folder)
+        settings = (settings or VisionSettings()).in_dtype(tower_class(config).splits)
         runner, kept = load_runner(config, settings)
         tower, family, device = runner.tower, family_for(config), settings.device
         batch = settings.infer_batch_size * tower.batch_unit * runner.at_once
@@ -116,7 +117,7 @@ class VisionEncoder:
         except InvalidRequest as error:
             raise ConfigError(f"vision_encoder: {error}") from None
         largest = max(batch, largest_picture)
-        (rows, hidden), dtype = tower.row_shape, getattr(torch, settings.forward_dtype)
+        (rows, hidden), dtype = tower.row_shape, getattr(torch, settings.dtype)
         budget = RowBudget.beside(
             {
                 "weights": kept,
@@ -139,7 +140,7 @@ class VisionEncoder:
             DeviceStreams(device),
             budget,
             GpuDecoder(device) if settings.gpu_pixels else None,
-            ("fp8" if in_fp8(tower) else "int8" if settings.quantization == "int8" else settings.forward_dtype, kept),
+            ("fp8" if in_fp8(tower) else "int8" if settings.quantization == "int8" else settings.dtype, kept),
             largest_picture,
             alone=settings.deterministic and device == "cpu",
         )

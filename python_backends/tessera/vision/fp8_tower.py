@@ -43,8 +43,8 @@ def _unable(config: CheckpointConfig, settings: VisionSettings) -> str:
     """Why a GPU cannot compute this tower in FP8; nothing if it can."""
     if torch.cuda.get_device_capability(settings.device) < (8, 9):
         return f"{torch.cuda.get_device_name(settings.device)} has no FP8 units"
-    if settings.forward_dtype != "bfloat16":
-        return f"dtype is {settings.forward_dtype}, while FP8 products are given in bfloat16"
+    if settings.dtype != "bfloat16":
+        return f"dtype is {settings.dtype}, while FP8 products are given in bfloat16"
     for name, linear in unfilled_tower(config).fp8_linears().items():
         if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
             return f"{name} is {linear.out_features} x {linear.in_features}, of which {MULTIPLE} is no divisor"
@@ -57,7 +57,7 @@ def serving_tower(config: CheckpointConfig, settings: VisionSettings) -> Tower:
     Raises CheckpointError; ConfigError for a tower or a GPU that is to run in FP8 and cannot, or a tower whose rows
     that changes too much. If it was the checkpoint that meant it to, the tower runs with its weights dequantized.
     """
-    dtype, device = getattr(torch, settings.forward_dtype), settings.device
+    dtype, device = getattr(torch, settings.dtype), settings.device
     names = linears_in_fp8(config, settings)
     if not names:
         return load_tower(config, dtype, settings.random_weights).to(device)

@@ -44,7 +44,7 @@ def reserved_bytes(device: torch.device) -> int:
 def make_runner(config: CheckpointConfig, settings: VisionSettings) -> Runner:
     """Load the tower of a checkpoint. Raises CheckpointError or ConfigError saying what does not fit."""
     tower = tower_class(config)
-    plain = settings.forward_dtype == "float32" and not linears_in_fp8(config, settings)  # as the graphs are
+    plain = settings.dtype == "float32" and not linears_in_fp8(config, settings)  # as the graphs are
     if settings.runner == "onnx" and tower.onnx_graph and plain:
         from tessera.vision.onnx_runner import MOST_BYTES, OnnxRunner
 

@@ -24,7 +24,6 @@ from tessera.checkpoint.config import CheckpointConfig
 from tessera.errors import ConfigError
 from tessera.kernels.fixed_rows import FixedRows
 from tessera.kernels.graphs import GraphPool
-from tessera.kernels.tower_attention import writes_scores
 from tessera.kernels.transfer import to_device, uploadable
 from tessera.kernels.tuning import MeasuredChoices, choices_path, graph_milliseconds
 from tessera.models.tower import Forward, Tower, Wires
@@ -52,8 +51,7 @@ class TorchRunner:
         self.tower = tower
         self._products = products or nullcontext()
         self._forward: Forward = forward or tower
-        self._weight = next(tower.parameters())
-        self.device = self._weight.device
+        self.device = next(tower.parameters()).device
         self._threads = threads if self.device.type == "cpu" and tower.splits else 1
         self._pool = ThreadPoolExecutor(self._threads, initializer=_alone)
         self.at_once = 2 * self._threads if self._threads > 1 else 1  # they wait for the last of them
@@ -73,7 +71,7 @@ class TorchRunner:
         return cls(tower, forward, fixed if settings.deterministic else None)
 
     def activation_bytes(self, cost: int) -> int:
-        return self.tower.activation_bytes(cost, writes_scores(self._weight))
+        return self.tower.activation_bytes(cost)
 
     def run(self, pixels: np.ndarray | torch.Tensor, wires: Wires = ()) -> torch.Tensor:
         if len(pixels) < self._threads:

@@ -20,14 +20,7 @@ from tessera.checkpoint.weights import Target, copy_whole
 from tessera.kernels.fixed_rows import fixed
 from tessera.kernels.fp8_rows import Fp8Rows
 from tessera.kernels.operands import AttentionPlan, HopperPlan, filled_head
-from tessera.kernels.tower_attention import (
-    MOST_QUERIES,
-    Attend,
-    VarlenAttention,
-    attend_in_triton,
-    fixed_plan,
-    triton_configs,
-)
+from tessera.kernels.tower_attention import Attend, VarlenAttention, attend_in_triton, fixed_plan, triton_configs
 from tessera.kernels.tower_layers import PLAIN, Fp8Linear, TowerKernels, gpu_kernels, varlen_backends
 from tessera.kernels.transfer import to_device
 from tessera.kernels.tuning import MeasuredChoices, machine_of
@@ -246,14 +239,14 @@ class Qwen2ViT(PatchTower):
         layer, value = cast(TowerLayer, self.layers[0]), self.patch_embedding.weight.itemsize
         hidden, inner, patches = layer.mlp.linear2.out_features, layer.mlp.linear2.in_features, cost * self.merge**2
         heads = layer.attention.heads * layer.attention.head_size
-        written = 2 * layer.attention.heads * min(patches, MOST_QUERIES) * value if scores else 0
         largest = max(
             (4 * hidden + 3 * inner) * value,
             7 * heads * value + (4 if value == 4 else 6) * heads * 4,
-            14 * heads * value + written,
+            14 * heads * value,
             (self.patch_embedding.in_features + 2 * hidden) * value,
         )
-        return patches * (largest + 4 * layer.attention.head_size + _PLACE)
+        written = 2 * layer.attention.heads * patches * value if scores else 0
+        return patches * (largest + written + 4 * layer.attention.head_size + _PLACE)
 
     def fp8_linears(self) -> dict[str, nn.Linear]:
         linears = {name: module for name, module in self.named_modules() if isinstance(module, nn.Linear)}
