@@ -215,7 +215,6 @@ class PromptGraphs(_StepGraphs):
 
         assert isinstance(attention, TritonBackend)
         most, most_rows = max(sizes), max(row_counts)
-        self._sizes = sorted(sizes)
         self._most_blocks = min(most_blocks, -(-_MOST_CONTEXT // attention.storage.block_size))
         self._most_sequences, self._most_rows = most_sequences, most_rows
         self._pieces = StaticPieces(attention, most_sequences, most_rows, self._most_blocks)
@@ -229,16 +228,17 @@ class PromptGraphs(_StepGraphs):
                 beside = GraphPool(what, held, partial(self._run, rows), self._device, beside=beside)
                 beside.record(self._fill_with_dummies)
                 self._graphs[rows] = beside
+        self._every = self._graphs[counts[0]]  # the graphs of fewest rows have all sizes
 
     def fits(self, packed: PackedBatch) -> bool:
         """Whether a step has a graph."""
         sequences, most = packed.table.blocks.shape
         fits = sequences <= self._most_sequences and len(packed.last.row) <= self._most_rows
-        return fits and len(packed.ids) <= self._sizes[-1] and most <= self._most_blocks
+        return fits and len(packed.ids) <= self._every.sizes[-1] and most <= self._most_blocks
 
     def put(self, packed: PackedBatch, pictures: Pictures | None) -> int:
         """Puts a step that fits into the static inputs, with its pictures; the size of its graph."""
-        size = next(size for size in self._sizes if size >= len(packed.ids))
+        size = self._every.size_for(len(packed.ids))
         lines, behind = self._put_lines(packed, size)
         if pictures is not None:
             lines[_SOURCE, pictures.places] = _PICTURE
