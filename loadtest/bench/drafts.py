@@ -131,8 +131,9 @@ def ask(options: argparse.Namespace, workload: Workload, server: Running, seed: 
 def run_json(options: argparse.Namespace) -> None:
     checkpoint = options.checkpoint or SHAPE
     with both(options, checkpoint) as servers:
-        jobs = {f"json.c{n}": replace(JSON, concurrency=n) for n in (10, 64)}
-        compared = turns(options, servers, {name: partial(ask, options, job) for name, job in jobs.items()})
+        jobs = {f"json.{load}": replace(JSON, concurrency=int(load[1:])) for load in options.loads or ("c10", "c64")}
+        asked = {name: partial(ask, options, job) for name, job in jobs.items()}
+        compared = turns(options, servers, asked, goal=GOAL / 2)
         with Client(servers[0].grpc) as client:
             pictures = Pictures(JSON, random.randrange(1 << 30))
             told = [client.ask(pictures.deal(), ASKED, logprobs=0, **JSON.sampling) for _ in range(8)]
@@ -201,7 +202,8 @@ def main() -> int:
     )
     parser.add_argument("--pages", type=Path, default=Path("pages.pdf"), help="what drafts_pages makes")
     parser.add_argument("--accepted", type=Path, default=Path("drafts.zip"), help="what acceptance writes for replay")
-    parser.add_argument("--loads", nargs="+", default=["c10", "saturated"], help="replay")
+    parser.add_argument("--loads", nargs="+", help="json: c10 or c64; replay: c10 or saturated; default: both")
+    parser.add_argument("--perfect", action="store_true", help="replay: crops' answers as their drafts too")
     parser.add_argument("--kinds", nargs="+", default=[""], help="replay: of crops, each alone; '': all of them")
     options = parser.parse_args()
     module, function = PARTS[options.part]

@@ -165,37 +165,52 @@ def pages_of(options: argparse.Namespace) -> int:
     return round(options.share * drafts_pages.PAGES)
 
 
+def perfect(recorded: ReplaySet, answers: Sequence[str], path: Path) -> Path:
+    """The set without its pictures, where each crop's draft is its answer: no text could foretell more of it."""
+    pages = []
+    for page in recorded.pages:
+        crops = [replace(each, more={**each.more, "draft": answers[each.more["seed"]]}) for each in page.requests[1:]]
+        pages.append((replace(page, requests=(page.requests[0], *crops)), None))
+    replay_set.write(path, recorded.client, pages)
+    return path
+
+
 def run_replay(options: argparse.Namespace) -> None:
     """Pages of MinerU2.5's shape in turns, with the answers that were recorded; with one kind of crops alone.
-    `ceiling`: without drafts, were the tokens of crops but the first at no cost."""
-    pages = len(ReplaySet(options.accepted).pages)
+    `ceiling`: without drafts, were the tokens of crops but the first at no cost. `perfect`: the ratio where crops'
+    drafts are their answers."""
+    recorded, loads = ReplaySet(options.accepted), options.loads or ("c10", "saturated")
+    pages = len(recorded.pages)
     with tempfile.TemporaryDirectory(prefix="tessera-drafts-") as place:
         repository = Path(place, "model_repository")
         shutil.copytree(figures.ROOT / "model_repository", repository, ignore=shutil.ignore_patterns("__pycache__"))
         checkpoint, stage = options.checkpoint or mineru(Path(place)), repository / "language_model" / "1" / "model.py"
         shutil.copyfile(STAGE, stage)
         with zipfile.ZipFile(options.accepted) as file:
-            answers = map(Tokenizer.from_folder(checkpoint).encode, json.loads(file.read(ANSWERS)))
-        stage.with_name(ANSWERS).write_text(json.dumps([*answers]))
+            told = json.loads(file.read(ANSWERS))
+        stage.with_name(ANSWERS).write_text(json.dumps([*map(Tokenizer.from_folder(checkpoint).encode, told)]))
         replay.encode_all(options.accepted, Path(place), pages)
 
-        def read(load: replay.Load, server: Running, seed: int) -> Taken:
+        def read(load: replay.Load, server: Running, seed: int, path: Path = options.accepted) -> Taken:
             load = replace(load, pages=options.in_flight or load.pages)
             connect = partial(replay.connection, Target("tessera", server.grpc), True)
-            reader = replay.Reader(connect, options.accepted, Path(place), load, seed)
+            reader = replay.Reader(connect, path, Path(place), load, seed)
             count, gpus = replay.pages_of_a_run(load, 0), setup(options).gpus
             return drive(reader.prepare, load.pages, count, options.processes, gpus, server.metrics)
 
         asked = {
             f"{kind.strip('[]')}." * bool(kind) + name: partial(read, replace(replay.LOADS[name], kind=kind))
             for kind in options.kinds
-            for name in options.loads
+            for name in loads
         }
+        if options.perfect:
+            known = perfect(recorded, told, Path(place, "perfect.zip"))
+            asked |= {f"perfect.{name}": partial(read, replay.LOADS[name], path=known) for name in loads}
         with both(options, checkpoint, repository) as servers:
             compared = turns(options, servers, asked)
             for name, found in compared.items():
                 emit(options, f"pages.{name}.ratio", found, what="recorded answers, random weights", pages=pages)
-            for name in options.loads if "" in options.kinds else ():
+            for name in loads if "" in options.kinds else ():
                 load, usual = replace(replay.LOADS[name], crops_end=True), compared[name]
                 best = read(load, servers[1], random.randrange(1 << 30)).run.requests_s
                 below = fmean(usual.worth(told) for told, _ in usual.turns)

@@ -147,14 +147,15 @@ class ReplaySet:
             return Image.open(io.BytesIO(file.read(f"{number}.webp"))).convert("RGB")
 
 
-def write(path: Path, client: Client, pages: Iterable[tuple[Page, Image.Image]]) -> None:
-    """Pages one after the other, so that all of them need not be in memory."""
+def write(path: Path, client: Client, pages: Iterable[tuple[Page, Image.Image | None]]) -> None:
+    """Pages one after the other, so that all of them need not be in memory. None: the picture is in another set."""
     told = []
     with zipfile.ZipFile(path, "w") as file:
         for number, (page, picture) in enumerate(pages):
-            buffer = io.BytesIO()
-            picture.save(buffer, "WEBP", lossless=True, quality=100, method=4)
-            file.writestr(zipfile.ZipInfo(f"{number}.webp"), buffer.getvalue())
+            if picture is not None:
+                buffer = io.BytesIO()
+                picture.save(buffer, "WEBP", lossless=True, quality=100, method=4)
+                file.writestr(zipfile.ZipInfo(f"{number}.webp"), buffer.getvalue())
             told.append(astuple(page))
         file.writestr(zipfile.ZipInfo("set.json"), json.dumps({"client": asdict(client), "pages": told}))
 
