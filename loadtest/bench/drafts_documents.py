@@ -177,8 +177,8 @@ def perfect(recorded: ReplaySet, answers: Sequence[str], path: Path) -> Path:
 
 def run_replay(options: argparse.Namespace) -> None:
     """Pages of MinerU2.5's shape in turns, with the answers that were recorded; with one kind of crops alone.
-    `ceiling`: without drafts, were the tokens of crops but the first at no cost. `perfect`: the ratio where crops'
-    drafts are their answers."""
+    `ceiling`: without drafts, were the tokens of crops but the first at no cost. `perfect`: where crops' drafts are
+    their answers."""
     recorded, loads = ReplaySet(options.accepted), options.loads or ("c10", "saturated")
     pages = len(recorded.pages)
     with tempfile.TemporaryDirectory(prefix="tessera-drafts-") as place:
@@ -190,11 +190,12 @@ def run_replay(options: argparse.Namespace) -> None:
             told = json.loads(file.read(ANSWERS))
         stage.with_name(ANSWERS).write_text(json.dumps([*map(Tokenizer.from_folder(checkpoint).encode, told)]))
         replay.encode_all(options.accepted, Path(place), pages)
+        asked_of = perfect(recorded, told, Path(place, "perfect.zip")) if options.perfect else options.accepted
 
-        def read(load: replay.Load, server: Running, seed: int, path: Path = options.accepted) -> Taken:
+        def read(load: replay.Load, server: Running, seed: int) -> Taken:
             load = replace(load, pages=options.in_flight or load.pages)
             connect = partial(replay.connection, Target("tessera", server.grpc), True)
-            reader = replay.Reader(connect, path, Path(place), load, seed)
+            reader = replay.Reader(connect, asked_of, Path(place), load, seed)
             count, gpus = replay.pages_of_a_run(load, 0), setup(options).gpus
             return drive(reader.prepare, load.pages, count, options.processes, gpus, server.metrics)
 
@@ -203,14 +204,12 @@ def run_replay(options: argparse.Namespace) -> None:
             for kind in options.kinds
             for name in loads
         }
-        if options.perfect:
-            known = perfect(recorded, told, Path(place, "perfect.zip"))
-            asked |= {f"perfect.{name}": partial(read, replay.LOADS[name], path=known) for name in loads}
         with both(options, checkpoint, repository) as servers:
             compared = turns(options, servers, asked)
             for name, found in compared.items():
+                name = "perfect." * options.perfect + name
                 emit(options, f"pages.{name}.ratio", found, what="recorded answers, random weights", pages=pages)
-            for name in loads if "" in options.kinds else ():
+            for name in loads if "" in options.kinds and not options.perfect else ():
                 load, usual = replace(replay.LOADS[name], crops_end=True), compared[name]
                 best = read(load, servers[1], random.randrange(1 << 30)).run.requests_s
                 below = fmean(usual.worth(told) for told, _ in usual.turns)
