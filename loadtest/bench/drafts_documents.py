@@ -26,7 +26,7 @@ from difflib import unified_diff
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import figures
 from load import Target
@@ -248,21 +248,33 @@ def run_parse(options: argparse.Namespace) -> None:
 def run_ceiling(options: argparse.Namespace) -> None:
     """What a page takes on a server without drafts, layouts and crops apart: until each answer's first token, and then,
     with pictures and prompts in its caches, for all others. Were those of crops, which alone have a text to draft them,
-    at no cost, the ratio would be the figure."""
+    at no cost, the ratio would be the figure; `perfect`: did they take what they do where drafts are their answers."""
     pages = [[each.case for each in page] for page in page_requests(options.pages, pages_of(options))]
     layouts, crops = [page[0] for page in pages], [case for page in pages for case in page[1:]]
-    with serve(drafting(options, DOCUMENTS)[1]) as server:
 
-        def seconds(cases: Sequence[Case], **more: int) -> float:
-            began = time.perf_counter()
-            ask_all(server.grpc, [case._replace(options=case.options | more) for case in cases], options.in_flight)
-            return round((time.perf_counter() - began) / len(pages), 3)
+    def ask(server: Running, cases: Sequence[Case], **more: Any) -> tuple[float, list[str]]:
+        began, more = time.perf_counter(), {"logprobs": None, **more}
+        answers = ask_all(
+            server.grpc, [case._replace(options=case.options | more) for case in cases], options.in_flight
+        )
+        return (time.perf_counter() - began) / len(pages), [answer.text for answer in answers]
 
-        took = {"layouts": seconds(layouts, max_tokens=1), "crops": seconds(crops, max_tokens=1)}
-        took |= {"layouts_tokens": seconds(layouts), "crops_tokens": seconds(crops)}
-    whole = sum(took.values())
-    name = figure_name(options, "pages.ceiling" if options.gpus else "cpu.pages.ceiling").removeprefix("trial.")
-    figures.emit(name, round(whole / (whole - took["crops_tokens"]), 2), "ratio", pages=len(pages), s_a_page=took)
+    above, below = drafting(options, DOCUMENTS)
+    with serve(below) as server:
+        first = {kind: ask(server, cases, max_tokens=1)[0] for kind, cases in (("layouts", layouts), ("crops", crops))}
+        layouts_tokens, _ = ask(server, layouts)
+        crops_tokens, answers = ask(server, crops, draft=None)
+    known = [case._replace(options=case.options | {"draft": answer}) for case, answer in zip(crops, answers)]
+    with serve(above) as server:
+        ask(server, [*layouts, *crops], max_tokens=1)
+        drafted = {"layouts_drafted": ask(server, layouts, draft_pool=POOL)[0], "crops_perfect": ask(server, known)[0]}
+    took = {**first, "layouts_tokens": layouts_tokens, "crops_tokens": crops_tokens, **drafted}
+    notes = {"pages": len(pages), "s_a_page": {name: round(seconds, 3) for name, seconds in took.items()}}
+    read = sum(first.values())
+    whole = read + layouts_tokens + crops_tokens
+    for name, left in (("ceiling", read + layouts_tokens), ("perfect", read + sum(drafted.values()))):
+        name = figure_name(options, f"{'' if options.gpus else 'cpu.'}pages.{name}").removeprefix("trial.")
+        figures.emit(name, round(whole / left, 3), "ratio", **notes)
 
 
 def parsed(addresses: Sequence[str], pdf: Path, numbers: Sequence[int]) -> Parsed:
