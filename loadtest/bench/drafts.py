@@ -5,7 +5,7 @@ NAME=drafts`; docs/drafts.md).
     python loadtest/bench drafts off_cost      W4a and W4b with a draft of which nothing is right: `drafts.off_cost.*`
     python loadtest/bench drafts exact         the same requests, token by token: `drafts.differences.*`
     python loadtest/bench drafts parse         `tessera parse` with the default document model: `drafts.cpu.pages.ratio`
-    python loadtest/bench drafts ceiling       what that could be were crops' tokens at no cost
+    python loadtest/bench drafts ceiling       what that could be at most
     python loadtest/bench drafts acceptance    what the text layers of pages say rightly, and drafts.zip for the next:
                                                the pages and the model's answers
     python loadtest/bench drafts replay        pages of MinerU2.5's shape with these answers: `drafts.pages.c10.ratio`

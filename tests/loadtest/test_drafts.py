@@ -14,6 +14,7 @@ import pytest
 import seeds
 from bench import drafts, drafts_documents, drafts_exact, drafts_pages, drafts_report
 from bench.drafts_exact import Case, Difference, chi_square, difference
+from bench.replay_set import Page, ReplaySet, Request, write
 from engine.engine_fakes import make_request
 
 from tessera.engine.drafts.drafter import Drafting
@@ -53,6 +54,18 @@ def test_the_pages_are_the_same_bytes_and_their_text_stands_where_it_is_drawn(tm
     assert drafts_pages.write(path, 5) == first
     with pytest.raises(SystemExit, match="is not the set of pages"):
         drafts_pages.check(path)
+
+
+def test_a_perfect_draft_of_a_crop_is_its_answer(tmp_path: Path) -> None:
+    requests = tuple(
+        Request(kind, 3, None, {"seed": seed, **more})
+        for seed, (kind, more) in enumerate([("[layout]", {}), ("table", {"draft": "x"}), ("equation", {})])
+    )
+    write(tmp_path / "set.zip", drafts_documents.CLIENT, [(Page("page 1", requests), None)])
+    path = drafts_documents.perfect(ReplaySet(tmp_path / "set.zip"), ["a", "b", "c"], tmp_path / "perfect.zip")
+    found = ReplaySet(path).pages[0].requests
+    assert [each.more for each in found] == [{"seed": 0}, {"seed": 1, "draft": "b"}, {"seed": 2, "draft": "c"}]
+    assert [(each.kind, each.tokens) for each in found] == [("[layout]", 3), ("table", 3), ("equation", 3)]
 
 
 def test_a_word_is_divided_at_a_lines_end_and_loses_no_letter() -> None:
