@@ -293,15 +293,32 @@ class Pairs(ByteTokenizer):
         return ids
 
 
+class Beginnings(Pairs):
+    """Writes a line's beginning otherwise than the same behind other letters, as Qwen's does of ``'total``. What is
+    left is asked for with the last token in front, but not where that token is the end of a character."""
+
+    pairs = (b"ab",)
+
+    def encode(self, text, special):
+        before, begins, behind = text.partition("\nab")
+        return [*before.encode(), *([ord("\n"), 260] if begins else []), *behind.encode()]
+
+
 def numbers(mask):
     return [mask] if isinstance(mask, int) else np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
 
 
-FORMS = [dict(regex="(abc){2,4}|th(al|en)+"), dict(regex="x?abab(c|bc)"), dict(json_schema=SCHEMA), dict(regex="é{3}")]
+FORMS = [
+    dict(regex="(abc){2,4}|th(al|en)+"),
+    dict(regex="x?abab(c|bc)"),
+    dict(json_schema=SCHEMA),
+    dict(regex="é{3}"),
+    dict(regex="(b|c)éabé{2}abc"),
+]
 
 
 @pytest.mark.parametrize("asked", FORMS)
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer, Pairs])
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer, Pairs, Beginnings])
 def test_where_a_token_is_forced_nothing_else_is_allowed(asked, tokenizer):
     """In all of a run, and behind it as if it had been followed token by token."""
     constraints, runs = Constraints(tokenizer(), VOCABULARY, (EOS, 3)), 0

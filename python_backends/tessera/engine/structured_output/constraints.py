@@ -229,15 +229,19 @@ class Matcher:
             self._mask = None
 
     def _look_ahead(self) -> None:
-        """llguidance allows nothing but the first of these tokens where there are any."""
+        """llguidance allows nothing but the first of these tokens where there are any. It is asked again behind each,
+        as where nothing is drafted: how what is left is spelled may depend on where that begins, as within a
+        character."""
         if self._ahead:
-            forced = self._matcher.compute_ff_tokens()[: self._ahead]
-            if not self._stops.isdisjoint(forced):
-                forced = list(takewhile(lambda token: token not in self._stops, forced))
-            self.forced = forced
-            self._consume(forced)
+            self.forced = []
+            while len(self.forced) < self._ahead:
+                first = self._matcher.compute_ff_tokens()[:1]
+                if not first or first[0] in self._stops:
+                    break
+                self.forced += first
+                self._consume(first)
             if len(self._stops) == 1 and self._matcher.is_stopped() and self._matcher.is_accepting():
-                self.rest = [*forced, self._end]
+                self.rest = [*self.forced, self._end]
 
     def _make(self, compute: Callable[[], _Bits]) -> None:
         try:
