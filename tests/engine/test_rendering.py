@@ -120,6 +120,15 @@ def test_a_stop_string_is_searched_for_meanwhile(parts):
     assert event.drafted_tokens == (8, 7)
 
 
+def test_an_answer_that_stops_before_an_error_has_none(parts):
+    answer = parts.asked(stream=False, stop=bytes([2]).decode())
+    failed = Progress([], [End(answer.request.number, "error", "nothing can follow")])
+    (event,) = parts.take(answer.token(), answer.token(), answer.token(), failed)
+    assert (event.text, event.finish_reason, event.error) == (bytes([1]).decode(), "stop", None)
+    (event,) = parts.take(Progress([], [End(parts.asked().request.number, "error", "nothing can follow")]))
+    assert (event.finish_reason, event.error) == ("error", "nothing can follow")
+
+
 def test_requests_are_found_by_their_id_until_they_end(parts):
     first, second = parts.asked(), parts.asked()
     assert parts.answers.numbers_of("r") == [first.request.number, second.request.number]

@@ -205,7 +205,7 @@ class Answers:
             end.scheduled_ns,
             end.first_token_ns,
             time.monotonic_ns(),
-            end.error,
+            end.error if reason == "error" else None,  # it may have stopped before that
             end.labels and end.labels.scores,
             drafted_tokens=end.drafted_tokens,
             margin=end.labels.margin if end.labels else answer.margin if request.margin else None,
