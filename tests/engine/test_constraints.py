@@ -217,6 +217,31 @@ def test_a_grammar_found_slow_while_a_step_is_launched_holds_it_up_no_more(monke
     assert found == expected and again
 
 
+@pytest.mark.parametrize("drafts", [0, 15])
+def test_a_token_that_did_not_count_is_penalized_as_none(monkeypatch, drafts):
+    """Where a grammar is found slow before a mask of the step is made; n-grams know all that was said."""
+    model, asked = tiny_model(), dict(max_tokens=40, regex="(ab|cd)x[a-c]{12}", no_repeat_ngram_size=2)
+
+    def answer(number, slow):
+        engine = tiny_engine(model, eos=(EOS,), drafts=drafts)
+        launch, found = engine._runner.launch, []
+
+        def launched(batch):
+            for each in batch.sampling if slow and not found else ():
+                if each.outputs and each._matcher._mask is None:
+                    found.append(each)
+                    each._matcher._grammar.slow_for = 2  # as by another answer's mask
+            return launch(batch)
+
+        monkeypatch.setattr(engine._runner, "launch", launched)
+        engine.submit(make_request([*b"xaxa", 20 + number, *b"xb", 90 + number], **asked))
+        return text_of(run(engine, 5000)), bool(found)
+
+    for number in range(8):
+        expected, _ = answer(number, slow=False)
+        assert answer(number, slow=True) == (expected, True)
+
+
 @pytest.mark.parametrize("drafts", [0, 5])
 def test_masks_are_made_while_the_device_computes_what_they_are_for(monkeypatch, drafts):
     engine, runner = make_engine(drafts=drafts, async_launch=True)

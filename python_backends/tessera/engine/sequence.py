@@ -72,6 +72,7 @@ class Sequence:
         *("first_token_ns", "_greedy_from", "likeliest"),
     )
     rewinds = False  # whether the tokens after the prompt may change again
+    uncounted = 0  # tokens that steps chose for it, all told, and that are none of its answer's
 
     def __init__(
         self,

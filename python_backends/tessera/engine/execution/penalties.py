@@ -33,11 +33,12 @@ _SLOT, _LENGTH, _DRAFTED, _COUNTS, _FOLLOWING, _NUMBERS = range(1, 7)  # of Pena
 
 class _Line(NamedTuple):
     """Which line a sequence has, and how many of its tokens are its prompt's. ``stays``: where it sits a step out, what
-    stands there is still what it has said."""
+    stands there is still what it has said. ``uncounted``: the sequence's when the line was written."""
 
     slot: int
     prompt: int
     stays: bool
+    uncounted: int
 
 
 class Histories:
@@ -76,7 +77,13 @@ class Histories:
         It must be called for every step, in order. ``go_on``: whether the step before sampled for the same sequences in
         the same order, and neither verifies drafts: then the device knows all that there is to know.
         """
-        if not go_on:
+        wrong = [  # what a step chose, and did not count, stands there, and lengthened the echoes
+            each.request.number
+            for each in (sequences if self._held else ())
+            if (line := self._held.get(each.request.number)) is not None and line.uncounted != each.uncounted
+        ]
+        self._free += [self._held.pop(number).slot for number in wrong]
+        if wrong or not go_on:
             self._penalties = self._begin(sequences)
         elif self._penalties is not None:
             self._longest += 1
@@ -135,7 +142,9 @@ class Histories:
             asked, said = sequence.request.sampling, len(sequence.outputs)
             assert said == sequence.place, "a token in flight that the step before did not sample"
             stays = not (sequence.rewinds or asked.constraint)
-            line = self._held[sequence.request.number] = _Line(self._free.pop(), len(tokens) - said, stays)
+            line = self._held[sequence.request.number] = _Line(
+                self._free.pop(), len(tokens) - said, stays, sequence.uncounted
+            )
             slots.append(line.slot)
             facts.append((line.prompt, asked.no_repeat_ngram_size))
             amounts.append((max(asked.repetition_penalty, _SMALLEST), asked.frequency_penalty, asked.presence_penalty))

@@ -124,7 +124,8 @@ class Choices(NamedTuple):
     def made(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """hidden [m, hidden size], of whose rows ``head`` makes the logits -> tokens, int64 [m]; NOT_FINITE for a row
         with any NaN or infinity. Where there is no choice no logits are made: most of an answer by a JSON schema is
-        such, and they take as long as a layer or two."""
+        such, and they take as long as a layer or two. So what is NaN in the head alone is not seen there, where the
+        form says what comes."""
         device = hidden.device
         if len(self.free) == len(hidden):
             return greedy(head(hidden), self._allowed(device))

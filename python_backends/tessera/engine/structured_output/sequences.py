@@ -78,6 +78,7 @@ class ConstrainedSequence(Sequence):
         counted = chosen
         if not self._matcher.knows(len(self.draft)):  # the last token's place is run once more
             counted, self.draft = chosen[:-1], self.draft[:-1]
+            self.uncounted += 1
         taken = super().take(counted) if counted else counted
         if self.finished:
             return taken
