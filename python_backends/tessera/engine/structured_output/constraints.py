@@ -233,15 +233,15 @@ class Matcher:
         as where nothing is drafted: how what is left is spelled may depend on where that begins, as within a
         character."""
         if self._ahead:
-            self.forced = []
-            while len(self.forced) < self._ahead:
-                first = self._matcher.compute_ff_tokens()[:1]
-                if not first or first[0] in self._stops:
-                    break
-                self.forced += first
-                self._consume(first)
+            forced, ask, consume = list[int](), self._matcher.compute_ff_tokens, self._matcher.consume_token
+            while len(forced) < self._ahead and (left := ask()) and left[0] not in self._stops:
+                consume(left[0])
+                forced.append(left[0])
+            self.forced = forced
+            if forced:
+                self._mask = None
             if len(self._stops) == 1 and self._matcher.is_stopped() and self._matcher.is_accepting():
-                self.rest = [*self.forced, self._end]
+                self.rest = [*forced, self._end]
 
     def _make(self, compute: Callable[[], _Bits]) -> None:
         try:
