@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from tessera.engine.drafts.drafter import Drafting
 
-
 _PLACES = 512  # made at a time for an answer's tokens, at first
 NOT_FINITE = -1
 """In a token's place: the model's logits held NaN or an infinity, so there is none."""

@@ -142,9 +142,8 @@ class Histories:
             asked, said = sequence.request.sampling, len(sequence.outputs)
             assert said == sequence.place, "a token in flight that the step before did not sample"
             stays = not (sequence.rewinds or asked.constraint)
-            line = self._held[sequence.request.number] = _Line(
-                self._free.pop(), len(tokens) - said, stays, sequence.uncounted
-            )
+            line = _Line(self._free.pop(), len(tokens) - said, stays, sequence.uncounted)
+            self._held[sequence.request.number] = line
             slots.append(line.slot)
             facts.append((line.prompt, asked.no_repeat_ngram_size))
             amounts.append((max(asked.repetition_penalty, _SMALLEST), asked.frequency_penalty, asked.presence_penalty))
