@@ -304,6 +304,22 @@ class Beginnings(Pairs):
         return [*before.encode(), *([ord("\n"), 260] if begins else []), *behind.encode()]
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "known"),
+    [
+        (Pairs, "xabc", True),
+        (Beginnings, "c\nabc", True),  # asked for with the line's end in front
+        (Pairs, "c\u00e9ab", False),  # a token is half a character
+        (Pairs, "ab" * 129, False),  # its beginning alone was spelled
+    ],
+)
+def test_of_what_must_come_all_is_known_where_it_is_spelled_alike_behind_each_token(tokenizer, text, known):
+    spelling = Constraints(tokenizer(), VOCABULARY, (EOS,))._spelled()
+    tokens = tuple(spelling(text))[:5]
+    assert spelling.goes_on(text.encode(), tokens) is known
+    assert not spelling.goes_on(text.encode(), (*tokens[:-1], 9))
+
+
 def numbers(mask):
     return [mask] if isinstance(mask, int) else np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
 

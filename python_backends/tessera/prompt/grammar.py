@@ -257,6 +257,7 @@ class Spelling:
         self.special_token_ids = [eos_token_id]
         self._encode = encode
         self._written = lru_cache(_MOST_WRITTEN)(self._write)
+        self.goes_on = lru_cache(_MOST_WRITTEN)(self._goes_on)
 
     def __call__(self, text: bytes | str) -> list[int]:
         """The tokens of ``text``, or of its beginning: llguidance asks for all that must come, 20,000 characters of
@@ -266,6 +267,22 @@ class Spelling:
             cut = next((cut for cut in range(_MOST_SPELLED, 0, -1) if data[cut] & 0xC0 != 0x80), _MOST_SPELLED)
             data = data[:cut]  # between two characters
         return self._written(data)
+
+    def _goes_on(self, text: bytes, tokens: tuple[int, ...]) -> bool:
+        """Whether llguidance is known to go on with the others, asked again behind each of these ``tokens``, which it
+        gave for the beginning of a ``text`` that must come: it then asks for the last token and all that is left, but
+        for what is left alone behind half a character."""
+        if len(text) > _MOST_SPELLED:
+            return False
+        for place, token in enumerate(tokens):
+            try:
+                text.decode()
+            except UnicodeDecodeError:
+                return False
+            if self._written(text)[: len(tokens) - place] != list(tokens[place:]):
+                return False
+            text = text[len(self.tokens[token]) :]
+        return True
 
     def _write(self, data: bytes) -> list[int]:
         if self._encode is not None:

@@ -87,9 +87,17 @@ class Matcher:
     prior = 1.0
     holds = 1
 
-    def __init__(self, matcher: LLMatcher, ends: np.ndarray, end: int, beside: Beside, size: int = 0) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        spelling: grammar.Spelling,
+        ends: np.ndarray,
+        end: int,
+        beside: Beside,
+        size: int = 0,
+    ) -> None:
         """``ends``: the mask of all stop tokens; ``end``: the one that llguidance knows; ``size``: bytes."""
-        self._matcher = matcher
+        self._matcher, self._spelling = matcher, spelling
         self._beside = beside
         self._ends, self._others = ends, ~ends
         self._stops = frozenset(np.flatnonzero(np.unpackbits(ends, bitorder="little")).tolist())
@@ -229,18 +237,21 @@ class Matcher:
             self._mask = None
 
     def _look_ahead(self) -> None:
-        """llguidance allows nothing but the first of these tokens where there are any. It is asked again behind each,
-        as where nothing is drafted: how what is left is spelled may depend on where that begins, as within a
-        character."""
+        """llguidance allows nothing but the first of the tokens that it says must come. Behind each it is asked again,
+        as where nothing is drafted, unless it is known to say the others."""
         if self._ahead:
-            forced, ask, consume = list[int](), self._matcher.compute_ff_tokens, self._matcher.consume_token
-            while len(forced) < self._ahead and (left := ask()) and left[0] not in self._stops:
-                consume(left[0])
-                forced.append(left[0])
+            forced, matcher, stops = list[int](), self._matcher, self._stops
+            while len(forced) < self._ahead and (left := matcher.compute_ff_tokens()) and left[0] not in stops:
+                run = tuple(left[: self._ahead - len(forced)])
+                alike = len(run) == 1 or self._spelling.goes_on(matcher.compute_ff_bytes(), run)
+                if not (alike and stops.isdisjoint(run)):
+                    run = run[:1]
+                matcher.consume_tokens([*run])
+                forced += run
             self.forced = forced
             if forced:
                 self._mask = None
-            if len(self._stops) == 1 and self._matcher.is_stopped() and self._matcher.is_accepting():
+            if len(stops) == 1 and matcher.is_stopped() and matcher.is_accepting():
                 self.rest = [*forced, self._end]
 
     def _make(self, compute: Callable[[], _Bits]) -> None:
@@ -361,13 +372,14 @@ class Constraints:
         """Takes up to three seconds for 150,000 tokens, and no other thread runs meanwhile: best before any request."""
         with self._lock:
             if self._vocabulary is None and self._stop_ids:
-                self._vocabulary = grammar.tokenizer(self._spelling())
+                self._spelling = self._spelled()
+                self._vocabulary = grammar.tokenizer(self._spelling)
                 self._beside = Beside(self._vocabulary)
 
     def _compile(self, parameters: SamplingParameters, size: int) -> Matcher:
         assert self._vocabulary is not None
         compiled = grammar.compiled(parameters, self._vocabulary)
-        matcher = Matcher(compiled, self._mask(self._stop_ids), min(self._stop_ids), self._beside, size)
+        matcher = Matcher(compiled, self._spelling, self._mask(self._stop_ids), min(self._stop_ids), self._beside, size)
         if self._tokenizer.strips_space:
             matcher.forbid(self._spaced)
         if matcher.error is not None or not matcher.mask.any():
@@ -375,7 +387,7 @@ class Constraints:
             raise grammar.refusal(parameters.constraint or "", reason)
         return matcher
 
-    def _spelling(self) -> grammar.Spelling:
+    def _spelled(self) -> grammar.Spelling:
         encode = partial(label_token_ids, encode=partial(self._tokenizer.encode, special=False))
         no_text = {*self._stop_ids, *self._tokenizer.special_ids}
         tokens = [b"" if token in no_text else self._tokenizer.token_bytes(token) for token in range(self._vocab_size)]
