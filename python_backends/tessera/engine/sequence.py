@@ -114,15 +114,16 @@ class Sequence:
         self.ids = prompt.astype(np.int64)
         self.ids[self.image_positions] = 0  # their rows come from embeddings; the ids need not be valid
         self.position_axes, self.position_offset = 1, 0
-        #: what the prompt's prefixes are compared by, int64 [n] or [n, 1 + axes]: ids, of pictures' rows those that
-        #: stand for them, and, where the request gave any, the rotary positions
-        self.identities = self.ids.copy()
+        identities = self.ids.copy()
         if image_cache_ids is not None:
-            self.identities[self.image_positions] = image_cache_ids
+            identities[self.image_positions] = image_cache_ids
         if request.positions is not None:
             self.position_axes = len(request.positions)
             self.position_offset = int(request.positions.max()) + 1 - self.prompt_length
-            self.identities = np.column_stack([self.identities, request.positions.T])
+            identities = np.column_stack([identities, request.positions.T])
+        #: what the prompt's prefixes are compared by, of int64 [n] or [n, 1 + axes]: ids, of pictures' rows those that
+        #: stand for them, and, where the request gave any, the rotary positions; bytes, which are cut once a block
+        self.identities = identities.tobytes()
         self.cache_limit = self.prompt_length + self.max_tokens if cache_limit is None else cache_limit
         self.cache_salt = cache_salt
         self.outputs: list[int] = []
@@ -287,7 +288,8 @@ class Sequence:
     def identity(self, start: int, end: int) -> bytes:
         """What the known positions [start, end) are compared by where prefixes are: ``identities``, and what they would
         be of the answer."""
-        of_prompt, first = self.identities[start:end].tobytes(), max(start, self.prompt_length)
+        width = len(self.identities) // self.prompt_length
+        of_prompt, first = self.identities[start * width : end * width], max(start, self.prompt_length)
         if first >= end:
             return of_prompt
         said = self.ids[first:end]
