@@ -204,8 +204,9 @@ def test_numbers_are_told_apart_by_their_places() -> None:
         for said, token in enumerate(answer):
             if said >= least and token in DIGITS:
                 for place, guess in places(answer[least:said]):
+                    context, back, begun = place
                     right, tried = known.get(place, (0.25, 1.0))
-                    assert habits.share(place) == right / tried
+                    assert habits.of((context, begun))[back] == (right, tried)
                     known[place] = right * 31 / 32 + (guess == token), tried * 31 / 32 + 1
             if said >= least:
                 numbers.read([token])
@@ -214,16 +215,17 @@ def test_numbers_are_told_apart_by_their_places() -> None:
 
 def test_habits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tessera.engine.drafts.numbers._MOST", 3)
-    habits, places = Habits(), [((20,), 0, said) for said in range(4)]
+    habits, places = Habits(), [((20,), said) for said in range(4)]
     for place in (*places[:3], places[0], places[3]):
-        habits.learn(place, True)
-    assert [habits.share(place) > 0.25 for place in places] == [True, False, True, True], "the one not seen for longest"
+        habits.learned(place)[1] = (1.0, 1.0)
+    kept = [habits.of(place)[1] == (1.0, 1.0) for place in places]
+    assert kept == [True, False, True, True], "the one not seen for longest goes"
     read, answer = Numbers(DIGITS, Habits()), [1] * 40
     read.read([*answer, SPACE, *answer])
     assert len(read.filled([1])) == 0 and len(read._read[2]) == LONGEST_NUMBER
 
 
-def places(answer: Sequence[int]) -> Iterator[tuple[tuple[object, ...], int]]:
+def places(answer: Sequence[int]) -> Iterator[tuple[tuple[tuple[int, ...], int, int], int]]:
     """Of the number that comes next, or goes on: what stands in front of it, which one before it begins so, and how
     many of its tokens are known; and the token of that one."""
     runs = [[*run] for _, run in groupby(answer, DIGITS.__contains__)]

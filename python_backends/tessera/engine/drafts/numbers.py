@@ -16,32 +16,36 @@ LONGEST_NUMBER = 8  # tokens: what is longer is none of those that come again
 LIKELY = 0.4  # that a token of a number is right, or a proposal ends in front of it
 _RECENT = 31 / 32  # what is known counts as, once more is known
 _UNKNOWN = 0.25, 1.0  # right, and tried, as long as nothing is known
-_MOST = 4096  # places that are told apart
+_MOST = 1024  # places that are told apart
 
-#: the context, how many numbers ago the other one stood, and how many tokens of the number are known
-Place: TypeAlias = tuple[tuple[int, ...], int, int]
+#: the context, and how many tokens of the number are known
+Place: TypeAlias = tuple[tuple[int, ...], int]
+#: right, and tried, of the tokens that stand there in each of the last numbers, the latest first
+Known: TypeAlias = list[tuple[float, float]]
 #: the context, the last numbers, the latest first, and the number that an answer is in the middle of
 _Read: TypeAlias = tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[int, ...]]
 
+_NOTHING: Known = [_UNKNOWN] * BEFORE
+
 
 class Habits:
-    """How often a number was like another at its place, in all answers of one name; about 200 bytes a place. The one
+    """How often a number was like another at its place, in all answers of one name; about 800 bytes a place. The one
     that was not seen for longest goes first."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Place, tuple[float, float]] = OrderedDict()
+        self._known: OrderedDict[Place, Known] = OrderedDict()
 
-    def share(self, place: Place) -> float:
-        """Of the tokens there, that was right lately."""
-        right, tried = self._known.get(place, _UNKNOWN)
-        return right / tried
+    def of(self, place: Place) -> Known:
+        return self._known.get(place, _NOTHING)
 
-    def learn(self, place: Place, right: bool) -> None:
-        before, tried = self._known.get(place, _UNKNOWN)
-        self._known[place] = before * _RECENT + right, tried * _RECENT + 1
-        self._known.move_to_end(place)
-        if len(self._known) > _MOST:
+    def learned(self, place: Place) -> Known:
+        """The same, to be changed: it was seen again."""
+        if place in self._known:
+            self._known.move_to_end(place)
+            return self._known[place]
+        if len(self._known) >= _MOST:
             self._known.popitem(last=False)
+        return self._known.setdefault(place, [*_NOTHING])
 
 
 class Numbers:
@@ -55,8 +59,13 @@ class Numbers:
         """The answer's next tokens."""
         for token in tokens:
             if token in self._tokens:
-                for place, guess in _guesses(self._read):
-                    self._habits.learn(place, guess == token)
+                context, before, begun = self._read
+                said = len(begun)
+                known = self._habits.learned((context, said))
+                for back, number in enumerate(before):
+                    if len(number) > said and number[:said] == begun:
+                        right, tried = known[back]
+                        known[back] = right * _RECENT + (number[said] == token), tried * _RECENT + 1
             self._read = self._with(self._read, token)
 
     def filled(self, text: Sequence[int]) -> list[int]:
@@ -65,10 +74,11 @@ class Numbers:
         tokens, read = list[int](), self._read
         for token in text:
             if token in self._tokens:
-                likely = LIKELY
-                for place, guess in _guesses(read):
-                    if (share := self._habits.share(place)) > likely:
-                        likely, token = share, guess
+                context, before, begun = read
+                likely, said = LIKELY, len(begun)
+                for number, (right, tried) in zip(before, self._habits.of((context, said))):
+                    if right > likely * tried and len(number) > said and number[:said] == begun:
+                        likely, token = right / tried, number[said]
                 if likely == LIKELY:
                     break
             read = self._with(read, token)
@@ -82,14 +92,3 @@ class Numbers:
         if begun:
             before = (begun, *before[: BEFORE - 1])
         return (*context[1 - CONTEXT :], token), before, ()
-
-
-def _guesses(read: _Read) -> list[tuple[Place, int]]:
-    """By each of the last numbers that begins as this one did: the place, and the token there."""
-    context, before, begun = read
-    said = len(begun)
-    return [
-        ((context, back, said), number[said])
-        for back, number in enumerate(before)
-        if len(number) > said and number[:said] == begun
-    ]
