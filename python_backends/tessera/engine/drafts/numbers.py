@@ -29,7 +29,7 @@ _NOTHING: Known = [_UNKNOWN] * BEFORE
 
 
 class Habits:
-    """How often a number was like another at its place, in all answers of one name; about 800 bytes a place. The one
+    """How often a number was like another at its place, in all answers of one name; about 1,000 bytes a place. The
     that was not seen for longest goes first."""
 
     def __init__(self) -> None:

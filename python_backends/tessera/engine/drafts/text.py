@@ -170,7 +170,7 @@ def read_tokens(input_ids: np.ndarray, spans: np.ndarray) -> list[int]:
 class EarlierAnswers:
     """The last answers by name: of each name between ``tokens`` and twice as many tokens, of at most ``names`` names;
     the one that was not used for longest goes first. By default 131,072 tokens, in 20 MB, and the habits of their
-    numbers in 13. ``numbers``: the tokens that have nothing but digits."""
+    numbers in 16. ``numbers``: the tokens that have nothing but digits."""
 
     def __init__(self, numbers: frozenset[int] = frozenset(), names: int = 16, tokens: int = 4096) -> None:
         self.numbers = numbers
