@@ -30,12 +30,13 @@ _NOTHING: Known = [_UNKNOWN] * BEFORE
 
 class Habits:
     """How often a number was like another at its place, in all answers of one name; about 1,000 bytes a place. The
-    that was not seen for longest goes first."""
+    one that was not seen for longest goes first."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Place, Known] = OrderedDict()
 
     def of(self, place: Place) -> Known:
+        """Not to be changed."""
         return self._known.get(place, _NOTHING)
 
     def learned(self, place: Place) -> Known:
