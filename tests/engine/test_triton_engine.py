@@ -143,15 +143,15 @@ def test_same_tokens_of_drafts(way, wrong, expected, ran):
     assert (ran["run"] > 1) == ("prompt_graphs" in WAYS[way]) and not ran["verified"]  # none is that large
     if "prompt_graphs" in WAYS[way]:  # those that may choose more have more rows in their last layer
         held = {rows: pool.sizes for rows, pool in engine._runner._prompt_graphs._graphs.items()}
-        assert held == {12: [16, 48, 128], 8: [16, 48, 128], 4: [16, 48, 128]}
-        used = [ran[f"prompt graphs of {rows} tokens to choose"] > 0 for rows in (4, 8, 12)]
+        assert held == {16: [16, 48, 128], 8: [16, 48, 128], 4: [16, 48, 128]}
+        used = [ran[f"prompt graphs of {rows} tokens to choose"] > 0 for rows in (4, 8, 16)]
         assert used == [True, True, False]
 
 
 def test_graphs_of_more_tokens_to_choose_than_a_step_has_are_not_recorded():
     engine = make_engine(drafts=3, max_sequences=20, prompt_graphs=(16, 48))
     held = {rows: pool.sizes for rows, pool in engine._runner._prompt_graphs._graphs.items()}
-    assert held == {20: [16, 48], 40: [48], 60: [48]}
+    assert held == {20: [16, 48], 40: [48], 80: [48]}
 
 
 PENALIZED = dict(repetition_penalty=0.7, frequency_penalty=0.2, presence_penalty=-0.3, no_repeat_ngram_size=2)

@@ -631,7 +631,7 @@ def test_rows_of_a_step_have_a_limit():
     events = run(engine)
     assert set(ends(events).values()) == {"length"}
     rows = [sum(samples for *_, samples in batch) for batch in runner.batches]
-    assert 8 < max(rows) <= 12
+    assert 12 < max(rows) <= 16
 
 
 def test_a_form_s_answers_go_on_in_every_step_beside_others():

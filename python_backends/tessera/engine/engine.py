@@ -336,8 +336,7 @@ class Engine:
             for sequence, answer in taken:
                 sequence.first_token_ns = sequence.first_token_ns or now
                 number = sequence.request.number
-                for token, report in answer:
-                    self._news.tokens.append((number, token, report))
+                self._news.tokens.extend((number, token, report) for token, report in answer)
                 if sequence.finish_reason is not None:  # not sequence.finished: once a token
                     self._end(sequence)
                     if sequence.error is not None:

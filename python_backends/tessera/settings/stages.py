@@ -81,7 +81,7 @@ class EngineConfig:
     @property
     def max_rows(self) -> int:
         """Tokens that a step may choose, those behind drafts too."""
-        return self.max_sequences * (3 if self.drafts else 1)
+        return self.max_sequences * (4 if self.drafts else 1)
 
 
 @dataclass(frozen=True)

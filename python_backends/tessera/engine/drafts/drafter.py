@@ -157,4 +157,4 @@ class Drafting:
 
 def _right(share: float, tokens: int) -> float:
     """How many of these are likely to be, up to the first that is not."""
-    return sum(share**place for place in range(1, tokens + 1))
+    return share * (1 - share**tokens) / (1 - share) if share < 1 else tokens

@@ -13,7 +13,7 @@ from tessera.settings.stages import EngineConfig
 
 _CPU_CACHE_BYTES = 1 << 30
 # What the driver, libraries and recorded graphs take besides torch's tensors, and the choice of more rows' tokens than
-# that step has: 0.7 GB of logits of 768, in 16 and 32 bits, with a vocabulary of 152,000.
+# that step has: 0.9 GB of logits of 1,024, in 16 and 32 bits, with a vocabulary of 152,000.
 _RESERVE_BYTES = 3 << 30
 
 _PROMPTS = 16  # that share the largest step, where that many may run

@@ -140,7 +140,8 @@ class ModelRunner:
                 given = most_blocks, self._last_sampled, self._histories
                 self._graphs = DecodeGraphs(self._model, self._attention, batch_sizes, *given)
             if token_counts:
-                row_counts = [*range(self._max_sequences, len(self._last_sampled) + 1, self._max_sequences)]
+                most_rows = len(self._last_sampled)
+                row_counts = sorted({self._max_sequences, min(2 * self._max_sequences, most_rows), most_rows})
                 limits = self._max_sequences, row_counts, most_blocks, self._last_sampled
                 self._prompt_graphs = PromptGraphs(self._model, self._attention, token_counts, *limits)
 

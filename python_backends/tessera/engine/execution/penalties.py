@@ -105,23 +105,32 @@ class Histories:
             self._write(new)
         if not asking:
             return None
-        rows, place = [], 0
-        for sequence in sequences:
-            if (line := self._held.get(sequence.request.number)) is not None:
-                length = line.prompt + sequence.place
-                for drafted, following in enumerate([*sequence.draft, _NONE]):
-                    rows.append((place + drafted, line.slot, length + drafted, drafted, 1, following))
-            place += 1 + len(sequence.draft)
-        numbers = np.array(rows).T
+        numbers, place = self._rows(sequences)
+        count = numbers.shape[1]
         self._longest = int(numbers[_LENGTH].max())
         self._widen(self._longest + 1)
         if place > self._static.shape[1]:
             return Penalties(self, to_device(numbers, self.device))
         filled = self._staging.front().reshape(self._static.shape)
-        filled[:, : len(rows)], filled[:, len(rows) :] = numbers, 0
-        filled[_SLOT, len(rows) :] = self._nobody
+        filled[:, :count], filled[:, count:] = numbers, 0
+        filled[_SLOT, count:] = self._nobody
         self._staging.send(filled.size)
-        return self.of_size(len(rows))
+        return self.of_size(count)
+
+    def _rows(self, sequences: SequenceType[Sequence]) -> tuple[np.ndarray, int]:
+        """Those of PenaltyLines, int64 [_NUMBERS, r], and of how many in the step."""
+        place, asking, following = 0, list[tuple[int, int, int, int]](), list[int]()
+        for sequence in sequences:
+            count = 1 + len(sequence.draft)
+            if (line := self._held.get(sequence.request.number)) is not None:
+                asking.append((place, line.slot, line.prompt + sequence.place, count))
+                following += (*sequence.draft, _NONE)
+            place += count
+        first, slot, length, counts = np.array(asking).T
+        owner = np.arange(len(asking)).repeat(counts)
+        drafted = np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
+        rows = first[owner] + drafted, slot[owner], length[owner] + drafted, drafted, np.ones_like(owner), following
+        return np.array(rows), place
 
     def _widen(self, width: int) -> None:
         if width > self.lines.tokens.shape[1]:
