@@ -148,6 +148,15 @@ def test_same_tokens_of_drafts(way, wrong, expected, ran):
         assert used == [True, True, False]
 
 
+@pytest.mark.parametrize("expected", ["auto"], indirect=True)
+def test_same_tokens_where_a_step_chooses_the_most(expected, ran):
+    _, wanted = expected
+    engine = make_engine(drafts=3, **WAYS["graphs"])
+    draft(engine, lambda request: [Guess(wanted[int(request.request_id)])])
+    assert answers(engine, requests()) == wanted
+    assert ran["prompt graphs of 16 tokens to choose"] > 0
+
+
 def test_graphs_of_more_tokens_to_choose_than_a_step_has_are_not_recorded():
     engine = make_engine(drafts=3, max_sequences=20, prompt_graphs=(16, 48))
     held = {rows: pool.sizes for rows, pool in engine._runner._prompt_graphs._graphs.items()}

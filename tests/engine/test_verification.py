@@ -26,8 +26,10 @@ from test_random_mixes import BLOCK, ROWS, STOP, chosen
 
 from tessera.engine.drafts.drafter import Drafting, Expected, Proposal
 from tessera.engine.execution import penalties
+from tessera.engine.scheduling import scheduler as scheduling
 from tessera.engine.scheduling.draft_lengths import draft_lengths, tokens_should_be_known
 from tessera.engine.scheduling.policies import TILE, CostModel, Load, StepBudget
+from tessera.engine.scheduling.scheduler import ASK_EVERY, ScheduledBatch
 from tessera.engine.sequence import NOT_FINITE, Report, Sequence
 from tessera.engine.structured_output.constraints import Constraints
 from tessera.prompt.sampling import SamplingParameters
@@ -466,6 +468,26 @@ def test_one_mistake_among_what_is_right_changes_little():
     drafting = Drafting([Guess([1] * 99)], VOCABULARY)
     shares = verified(drafting, answer, 0)
     assert len(shares) == len(answer) and shares[-1] > 0.8
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.999, 1.0])
+def test_how_many_of_some_tokens_are_likely_to_be_right(share):
+    drafting = Drafting([Guess([1] * 9)], VOCABULARY, {Guess: share})
+    assert drafting.expected([], 0, 9).gain == pytest.approx(sum(share**place for place in range(1, 10)))
+
+
+def test_steps_share_the_decision_whether_to_wait_for_tokens(monkeypatch):
+    engine, _ = make_engine(drafts=15)
+    scheduler, asked = engine.scheduler, []
+    monkeypatch.setattr(scheduling, "tokens_should_be_known", lambda *_: asked.append(len(asked)) or True)
+    batch = ScheduledBatch([])
+    draft(engine, lambda request: [Guess([1] * 99)])
+    assert not scheduler.tokens_should_be_known(batch) and not asked, "nothing is drafted"
+    scheduler.running.append(engine.submit(make_request([1], max_tokens=9)))
+    for steps in range(1, 2 * ASK_EVERY + 1):
+        assert scheduler.tokens_should_be_known(batch) and len(asked) == -(-steps // ASK_EVERY)
+    scheduler.running.clear()
+    assert not scheduler.tokens_should_be_known(batch), "of a load that is gone"
 
 
 def test_what_earlier_answers_drafts_came_to_is_expected_of_the_next():

@@ -13,8 +13,9 @@ from tessera.settings.stages import EngineConfig
 
 _CPU_CACHE_BYTES = 1 << 30
 # What the driver, libraries and recorded graphs take besides torch's tensors, and the choice of more rows' tokens than
-# that step has: 0.9 GB of logits of 1,024, in 16 and 32 bits, with a vocabulary of 152,000.
-_RESERVE_BYTES = 3 << 30
+# that step has: with a vocabulary of 152,000, 0.9 GB of logits of 1,024 in 16 and 32 bits, and up to 2.3 for those that
+# are drawn at once.
+_RESERVE_BYTES = 7 << 29
 
 _PROMPTS = 16  # that share the largest step, where that many may run
 
@@ -64,8 +65,8 @@ def _cache_bytes(
     torch.cuda.empty_cache()
     if used + _RESERVE_BYTES >= share:
         raise ConfigError(
-            f"engine: weights and the largest step take {used / 2**30:.1f} GiB and {_RESERVE_BYTES >> 30} GiB are "
-            f"kept back; that is all of the engine's {share / 2**30:.1f} GiB; raise gpu_memory"
+            f"engine: weights and the largest step take {used / 2**30:.1f} GiB and {_RESERVE_BYTES / 2**30:.1f} GiB "
+            f"are kept back; that is all of the engine's {share / 2**30:.1f} GiB; raise gpu_memory"
         )
     return share - used - _RESERVE_BYTES
 

@@ -118,7 +118,7 @@ class Histories:
         return self.of_size(count)
 
     def _rows(self, sequences: SequenceType[Sequence]) -> tuple[np.ndarray, int]:
-        """Those of PenaltyLines, int64 [_NUMBERS, r], and of how many in the step."""
+        """PenaltyLines' rows, int64 [_NUMBERS, r], and how many the step has in all."""
         place, asking, following = 0, list[tuple[int, int, int, int]](), list[int]()
         for sequence in sequences:
             count = 1 + len(sequence.draft)

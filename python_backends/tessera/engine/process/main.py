@@ -21,7 +21,7 @@ from tessera.errors import TesseraError, end_process_if_lost
 _LOG = logging.getLogger(__name__)
 # So soon the thread that steps gets the interpreter back from the one that listens; Python's 5 ms are a step.
 SWITCH_S = 0.0005
-# New objects for which Python looks for garbage, 700 of its own accord: then it takes 2 ms in every fourth step of 130
+# How many new objects make Python look for garbage, 700 by default: then it takes 2 ms in every fourth step of 130
 # answers, mostly while the device waits for the next one, and looks through lists of tokens that are in use.
 GARBAGE = 10_000
 _IDLE_SECONDS = 5.0

@@ -25,8 +25,8 @@ from tessera.engine.scheduling.policies import Load, StepBudget
 from tessera.engine.sequence import NOT_FINITE, SampledToken, Sequence
 
 ASK_EVERY = 4
-"""Steps with drafts in which whether their tokens should be known is decided once: it takes 0.8 ms for 130 answers, and
-a load changes slower."""
+"""How many steps with drafts share one decision whether to wait for tokens: it takes 0.8 ms for 130 answers, and a load
+changes more slowly."""
 
 
 class Scheduler:
