@@ -151,7 +151,7 @@ def test_same_tokens_of_drafts(way, wrong, expected, ran):
 @pytest.mark.parametrize("expected", ["auto"], indirect=True)
 def test_same_tokens_where_a_step_chooses_the_most(expected, ran):
     _, wanted = expected
-    engine = make_engine(drafts=3, **WAYS["graphs"])
+    engine = make_engine(drafts=3, prompt_graphs=(16,))
     draft(engine, lambda request: [Guess(wanted[int(request.request_id)])])
     assert answers(engine, requests()) == wanted
     assert ran["prompt graphs of 16 tokens to choose"] > 0
