@@ -204,6 +204,7 @@ def main() -> int:
     parser.add_argument("--accepted", type=Path, default=Path("drafts.zip"), help="what acceptance writes for replay")
     parser.add_argument("--loads", nargs="+", help="json: c10 or c64; replay: c10 or saturated; default: both")
     parser.add_argument("--perfect", action="store_true", help="replay: crops have their answers as drafts")
+    parser.add_argument("--cut", action="store_true", help="replay: no proposal has a wrong token")
     parser.add_argument("--kinds", nargs="+", default=[""], help="replay: of crops, each alone; '': all of them")
     options = parser.parse_args()
     module, function = PARTS[options.part]

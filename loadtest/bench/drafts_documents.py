@@ -178,7 +178,7 @@ def perfect(recorded: ReplaySet, answers: Sequence[str], path: Path) -> Path:
 def run_replay(options: argparse.Namespace) -> None:
     """Pages of MinerU2.5's shape in turns, with the answers that were recorded; with one kind of crops alone.
     `ceiling`: without drafts, were the tokens of crops but the first at no cost. `perfect`: where crops' drafts are
-    their answers."""
+    their answers. `cut`: where each proposal ends before its first wrong token, of which then none costs anything."""
     recorded, loads = ReplaySet(options.accepted), options.loads or ("c10", "saturated")
     pages = len(recorded.pages)
     with tempfile.TemporaryDirectory(prefix="tessera-drafts-") as place:
@@ -190,6 +190,8 @@ def run_replay(options: argparse.Namespace) -> None:
             told = json.loads(file.read(ANSWERS))
         stage.with_name(ANSWERS).write_text(json.dumps([*map(Tokenizer.from_folder(checkpoint).encode, told)]))
         replay.encode_all(options.accepted, Path(place), pages)
+        if options.cut:
+            stage.with_name("cut").touch()
         asked_of = perfect(recorded, told, Path(place, "perfect.zip")) if options.perfect else options.accepted
 
         def read(load: replay.Load, server: Running, seed: int) -> Taken:
@@ -207,9 +209,9 @@ def run_replay(options: argparse.Namespace) -> None:
         with both(options, checkpoint, repository) as servers:
             compared = turns(options, servers, asked)
             for name, found in compared.items():
-                name = "perfect." * options.perfect + name
+                name = "perfect." * options.perfect + "cut." * options.cut + name
                 emit(options, f"pages.{name}.ratio", found, what="recorded answers, random weights", pages=pages)
-            for name in loads if "" in options.kinds and not options.perfect else ():
+            for name in loads if "" in options.kinds and not (options.perfect or options.cut) else ():
                 load, usual = replace(replay.LOADS[name], crops_end=True), compared[name]
                 best = read(load, servers[1], random.randrange(1 << 30)).run.requests_s
                 below = fmean(usual.worth(told) for told, _ in usual.turns)

@@ -153,6 +153,8 @@ def test_the_stage_gives_the_recorded_answer_and_drafters_see_it(monkeypatch: py
         assert len(sequence.outputs) == known
     assert sequence.outputs == [5, 6, 9, 8, 4, 3] and sequence.finished
     assert (drafting.proposed, drafting.accepted) == (4, 2)
+    cut = stage.Cut(TextDraft([5, 6, 7, 8, 4]), stage.ANSWERS[1])
+    assert [cut.propose(outputs, 15) for outputs in ([], [5, 6], [5, 6, 9])] == [[5, 6], [], [8, 4]]
 
 
 def test_grammar_forces_all_but_the_choices() -> None:
