@@ -220,7 +220,7 @@ def make_engine(
     **settings,
 ):
     """An engine on a BookkeepingRunner."""
-    defaults = dict(max_batched_tokens=64, max_sequences=8)
+    defaults = dict(max_batched_tokens=64, max_sequences=8, drafts=0)
     config = EngineConfig(block_size=block_size, **(defaults | settings))
     runner = BookkeepingRunner(num_blocks, block_size, salt, tokens, async_launch)
     return TextEngine(runner, ByteTokenizer(), config, max_model_len, (EOS,)), runner
@@ -312,7 +312,7 @@ def tiny_model(seed=3, device="cpu", dtype=torch.float32, **changes):
 
 def tiny_engine(model, max_model_len=256, eos=(), **settings):
     """An engine on a real tiny model."""
-    defaults = dict(block_size=4, max_batched_tokens=512, max_sequences=16)
+    defaults = dict(block_size=4, max_batched_tokens=512, max_sequences=16, drafts=0)
     config = EngineConfig(**(defaults | settings))
     runner = ModelRunner.of_model(model, config, max_model_len)
     return TextEngine(runner, ByteTokenizer(), config, max_model_len, eos)

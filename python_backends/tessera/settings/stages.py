@@ -60,7 +60,7 @@ class EngineConfig:
     quantization: str = setting("checkpoint", common=True, choices=LANGUAGE_QUANTIZATIONS)
     attention: str = setting("auto", settable=False)
     threads: int = setting(0, common=True, least=0)
-    drafts: int = setting(0, least=0, most=15)
+    drafts: int = setting(15, least=0, most=15)
     deterministic: bool = setting(False, common=True, choices=SWITCH)
     seed: int = 0
 
