@@ -89,7 +89,6 @@ def server_notes(
         "graph_steps": round(grown("tessera_graph_steps_total") / max(1.0, grown("tessera_steps_total")), 3),
         "held_up": share("tessera_engine_held_up_seconds_total"),
         "launching": share("tessera_vision_launching_seconds_total"),
-        "embedding_mib_peak": round(max(now["tessera_embedding_bytes_peak"] for now in after) / 2**20, 1),
     }
 
 

@@ -68,11 +68,10 @@ def drafting(options: argparse.Namespace, checkpoint: Path, settings: Mapping[st
     """A server with drafts and one without, or that of another checkout; shapes have random weights."""
     given, off = setup(options), {"language_model.drafts": "0"}
     shape = given.random_weights or not [*checkpoint.glob("*.safetensors")]
-    below = replace(given, checkpoint=checkpoint, random_weights=shape, settings={**settings, **given.settings})
-    above = replace(below, settings={"language_model.drafts": "15", **below.settings})
+    above = replace(given, checkpoint=checkpoint, random_weights=shape, settings={**settings, **given.settings})
     if options.below:
-        return above, replace(below, tree=options.below.resolve())
-    return above, replace(below, settings=below.settings | off)
+        return above, replace(above, tree=options.below.resolve())
+    return above, replace(above, settings=above.settings | off)
 
 
 @contextmanager
