@@ -93,6 +93,17 @@ def test_messages_images_and_no_image(client, picture):
     assert text_only.finish_reason == "length"
 
 
+def test_a_server_as_it_comes_verifies_drafts(client, picture):
+    """What a draft says rightly counts, whatever it says the answer is the same."""
+    plain = client.ask(picture, LONG, max_tokens=32)
+    assert plain.usage.drafted_tokens == plain.usage.accepted_tokens == 0
+
+    right, wrong = (client.ask(picture, LONG, max_tokens=32, draft=text) for text in (plain.text, "no room at all"))
+    assert right.usage.accepted_tokens >= plain.usage.completion_tokens // 2
+    assert wrong.usage.drafted_tokens > wrong.usage.accepted_tokens
+    assert right.text == wrong.text == plain.text
+
+
 def test_a_control_request_cancels_by_request_id(server):
     """Cancelling the RPC does not reach a running ensemble step; a CANCEL to the language model does."""
     sampling = bytes_input("sampling_parameters", [b'{"max_tokens": 7000, "ignore_eos": true}'])
