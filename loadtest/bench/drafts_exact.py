@@ -118,9 +118,9 @@ def room(counts: Mapping[str, int], item: "HeldoutItem") -> list[Case]:
     picture, warm = scene.encode_jpeg(drawn), {"temperature": 0.8} | seed if number % 2 else {}
     schema, other = random_schema(Random(number)), OPTIONS[number % len(OPTIONS)]
     asked: dict[str, tuple[str, dict[str, Any]]] = {
-        "questions": (item.question, {"json_schema": ANSWER, "max_tokens": 64}),
+        "questions": (item.question, {"json_schema": ANSWER, "max_tokens": 64, "draft_pool": "-"}),
         "schemas": (item.question, {"json_schema": schema, "max_tokens": 200} | warm),
-        "sampled": (DESCRIBE, {"json_schema": SCHEMA, "temperature": 1.0, "max_tokens": 300} | seed),
+        "sampled": (DESCRIBE, {"json_schema": SCHEMA, "temperature": 1.0, "max_tokens": 300, "draft_pool": "-"} | seed),
         "options": (DESCRIBE, {"max_tokens": 120, "max_tiles": 1, "draft": scene.describe(drawn)} | seed | other),
     }
     content = {"type": "image", "image": picture}
@@ -194,7 +194,7 @@ def run(options: argparse.Namespace) -> int:
     for name, cases in asked.items():
         checkpoint = options.checkpoint or PLACES[name][0]
         above, below = drafting(options, checkpoint, SMALL_POOL if name == "small_pool" else {})
-        if not options.gpus:  # where nothing may differ, half of them need not tell why
+        if not options.gpus or above.settings.get("deterministic") == "on":  # nothing may differ: half need not say why
             cases[::2] = [case._replace(options=case.options | {"logprobs": None}) for case in cases[::2]]
         others = [case._replace(options=case.options | {"seed": OTHER_SEEDS + number})
                   for number, case in enumerate(cases) if case.group == "sampled"]  # fmt: skip

@@ -319,6 +319,17 @@ def test_how_often_an_answer_runs_by_where_its_masks_are_made(monkeypatch, turns
     assert sequence.turns == turns
 
 
+def test_no_more_of_a_draft_is_verified_than_a_step_has_time_to_make_masks_for():
+    one, other = (matcher(regex="[ab]{20}") for _ in range(2))
+    draft = [ord("a")] * 15
+    for mean, most in ((0.00001, 15), (0.0005, 4), (0.003, 0)):
+        one._grammar.mean = mean
+        assert len(one.along(draft)) == most
+    one._grammar.mean = 0.0005
+    one._beside.followed.update((one, other))
+    assert len(one.along(draft)) == 2
+
+
 def test_of_a_text_that_must_come_only_the_beginning_is_spelled():
     """llguidance asks for all of it at each mask: 20,000 characters of a{20000}, by the model's tokenizer."""
     asked = []

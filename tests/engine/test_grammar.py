@@ -32,6 +32,7 @@ def test_parameters():
     ("sampling", "words"),
     [
         ({"regex": 3}, "regex must be a string"),
+        ({"draft_pool": ""}, "draft_pool must not be empty"),
         ({"regex": "a" * 8193}, "regex has 8193 characters; 8192 fit"),
         ({"regex": "\ud800"}, "regex has a lone surrogate"),
         ({"json_schema": '{"type":'}, "json_schema is not valid JSON"),

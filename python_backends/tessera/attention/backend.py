@@ -110,7 +110,7 @@ class SpanTable:
     """Where each sequence of the batch stands, on the host: int64 [s] each, and block numbers [s, most blocks].
 
     Sequence i's queries are packed rows [row[i], row[i] + count[i]); they see positions [0, context[i]), the last
-    ``count`` of them their own. ``blocks`` is padded with 0.
+    ``count`` of them their own. ``blocks`` is filled up with each one's first.
     """
 
     row: np.ndarray

@@ -154,10 +154,12 @@ def _choices(name: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _string(most: int) -> Callable[[str, Any], str]:
+def _string(most: int, least: int = 0) -> Callable[[str, Any], str]:
     def read(name: str, value: Any) -> str:
         if not isinstance(value, str):
             raise InvalidRequest(f"sampling_parameters: {name} must be a string, not {value!r:.50}")
+        if len(value) < least:
+            raise InvalidRequest(f"sampling_parameters: {name} must not be empty; leave it out")
         return _text(name, value, most)
 
     return read
@@ -246,7 +248,7 @@ class SamplingParameters:
     stop_token_ids: tuple[int, ...] = _key((), _stop_token_ids)
     logit_bias: tuple[tuple[int, float], ...] = _key((), _logit_bias)
     draft: str | None = _key(None, _string(MAX_DRAFT_CHARACTERS))
-    draft_pool: str | None = _key(None, _string(MAX_POOL_CHARACTERS))
+    draft_pool: str | None = _key(None, _string(MAX_POOL_CHARACTERS, least=1))
 
     @property
     def least_room(self) -> int:

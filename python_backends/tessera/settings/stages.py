@@ -18,6 +18,7 @@ VISION_QUANTIZATIONS, LANGUAGE_QUANTIZATIONS = (
 )
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _OF_BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # flags of x86, features of ARM
+_DRAFTED_FOR = 256  # sequences at most: for the rows of more no memory is kept back
 _NOT_DETERMINISTIC = "deterministic is on, and it does not hold {}: turn it off, or {}"
 
 
@@ -81,7 +82,7 @@ class EngineConfig:
     @property
     def max_rows(self) -> int:
         """Tokens that a step may choose, those behind drafts too."""
-        return self.max_sequences * (4 if self.drafts else 1)
+        return self.max_sequences + (3 * min(self.max_sequences, _DRAFTED_FOR) if self.drafts else 0)
 
 
 @dataclass(frozen=True)

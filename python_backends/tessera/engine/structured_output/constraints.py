@@ -127,7 +127,12 @@ class Matcher:
     @property
     def crowded(self) -> bool:
         """Whether the masks of all that are followed, at what this one's take, would hold up a step."""
-        return len(self._beside.followed) * self._grammar.mean > _MOST_A_STEP_S
+        return self._masks_a_step < 1
+
+    @property
+    def _masks_a_step(self) -> float:
+        """How many a step may make for this answer, if for all others as many."""
+        return _MOST_A_STEP_S / max(len(self._beside.followed) * self._grammar.mean, 1e-9)
 
     @property
     def bytes(self) -> int:
@@ -193,8 +198,8 @@ class Matcher:
         return self.forced[:most]
 
     def along(self, draft: SequenceType[int]) -> SequenceType[int]:
-        """A draft up to the first token that must not come; nothing else changes. Of any but a forced one nothing where
-        masks take long."""
+        """A draft up to the first token that must not come; nothing else changes. Of any but a forced one no more than
+        the step has time to make masks for."""
         if self.forced:
             return [token for token, _ in takewhile(lambda both: both[0] == both[1], zip(draft, self.forced))]
         if self.slow or self.crowded:
@@ -202,7 +207,7 @@ class Matcher:
         self._drafted, mask = [], self.mask
         try:
             ahead = self._matcher.deep_copy()
-            for token in draft:
+            for token in draft[: int(self._masks_a_step)]:
                 if not (mask & self._others)[token // 8] >> token % 8 & 1:
                     break
                 ahead.consume_token(token)
