@@ -165,6 +165,16 @@ def test_where_drafts_are_right_chunks_of_prompts_are_as_many_times_longer(wrong
     assert read[:2] == [192 * times - 1 - drafted] * 2 and sum(read) == 3000
 
 
+def test_labels_do_not_shorten_the_chunks_of_prompts():
+    """They end without a token: by as few as these a step read nothing of a prompt, and the next one nothing again."""
+    load = make_engine(drafts=3)[0].scheduler.load
+    for _ in range(40):
+        load.record_pace(0, 4)
+    assert load.pace == 1
+    load.record_pace(8, 4)
+    assert 1 < load.pace < 2
+
+
 @pytest.mark.parametrize(("cache_bytes", "measured"), [(0, [1, 64, 256, 512]), (40_000, [1, 64])])
 def test_a_runner_measures_steps_as_far_as_its_cache_holds_them(cache_bytes, measured):
     engine = tiny_engine(tiny_model(), max_model_len=70, kv_cache_bytes=cache_bytes or None)

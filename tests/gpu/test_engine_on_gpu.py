@@ -49,7 +49,7 @@ def answers(
     requests: list[Request], guessed: list[list[int]] = (), wrong: int = 0, **settings
 ) -> tuple[list[list[int]], dict[str, int]]:
     """``guessed``: answers that are drafted, one token in that number wrong."""
-    config = EngineConfig(**(dict(device="cuda", dtype="float32", kv_cache_bytes=1 << 28) | settings))
+    config = EngineConfig(**(dict(device="cuda", dtype="float32", kv_cache_bytes=1 << 28, drafts=0) | settings))
     engine = Engine.from_checkpoint(CHECKPOINT, config)
     if guessed:
         drafts = {

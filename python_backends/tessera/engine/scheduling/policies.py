@@ -174,8 +174,8 @@ class Load:
             self.between.fade()
 
     def record_pace(self, tokens: int, answers: int) -> None:
-        """A step gave this many answers this many tokens."""
-        self.pace += (tokens / answers - self.pace) * _PACE
+        """A step gave this many answers this many tokens; to labels none, which says nothing of others' pace."""
+        self.pace += (max(1.0, tokens / answers) - self.pace) * _PACE
 
     def record_arrival(self, priority: int, arrival_ns: int) -> None:
         self.expected.saw(priority, arrival_ns)
